@@ -21,7 +21,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
 from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.fp8_queries import FP8_QUERY_OPS, QUERY
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import DENSE_DIMS, FP8, PAGED_DIMS, AttentionOptions
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -145,7 +145,10 @@ class AttentionCall(NamedTuple):
 
     def _heads(self) -> Heads:
         q, k = self.tensors[:2]
-        return Heads(q.shape[1], 1 if self.op == "batch_mla" else k.shape[-2 if self.kv_layout == "NHD" else -3])
+        if self.op == "batch_mla":
+            return Heads(q.shape[1], 1)
+        dims = PAGED_DIMS if k.dim() == 4 else DENSE_DIMS
+        return Heads(q.shape[1], k.shape[dims[self.kv_layout].head])
 
     def _convert_query(self, factor: Tensor | None) -> tuple[Tensor, ...]:
         """The tensors with the query times ``factor``, in the dtype that the op computes in."""

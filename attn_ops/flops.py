@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from attn_ops.ops.options import DENSE_DIMS
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 
@@ -100,7 +101,7 @@ def single_prefill(
     kv_layout: str = "NHD",
     **_: Any,
 ) -> int:
-    rows, keys = (torch.tensor([n], device="cpu") for n in (q.shape[0], k.shape[0 if kv_layout == "NHD" else 1]))
+    rows, keys = (torch.tensor([n], device="cpu") for n in (q.shape[0], k.shape[DENSE_DIMS[kv_layout].token]))
     return _attention(q, v, visible_pairs(rows, keys, causal and mask is None, window_left, window_right))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_ops.errors import DeviceError, ShapeError, fail
 from attn_ops.frontend.arguments import given_tensor, positive
 from attn_ops.frontend.kv_cache import paged_sizes
-from attn_ops.ops.options import FP8
+from attn_ops.ops.options import FP8, PAGED_DIMS
 from attn_ops.plan.page_table import as_int32
 
 Caches = tuple[Tensor, Tensor]
@@ -54,7 +54,7 @@ class HeadTables(NamedTuple):
     @classmethod
     def of(cls, where: str, caches: Caches, tables: Tensor, kv_layout: str, device: torch.device) -> HeadTables:
         """Of ``tables [num_kv_heads, batch, pages]``."""
-        head_dim = 2 if kv_layout == "NHD" else 1
+        head_axis = PAGED_DIMS[kv_layout].head
         _, heads = paged_sizes(where, caches[0], kv_layout)
         positive(where, num_kv_heads=heads, pages=caches[0].shape[0])
         if caches[1].shape[:3] != caches[0].shape[:3]:
@@ -65,14 +65,14 @@ class HeadTables(NamedTuple):
             expected = f"[{heads}, batch, max_pages_per_request], of each KV head"
             fail(ShapeError, where, f"block_tables is {list(tables.shape)}", expected, "pass a table of each KV head")
         tables = as_int32(where, "block_tables", tables).to(device)
-        steps = [_heads_apart(cache, head_dim) for cache in caches]
+        steps = [_heads_apart(cache, head_axis) for cache in caches]
         if steps[0] is None or steps[0] != steps[1]:
             caches = caches[0].contiguous(), caches[1].contiguous()
-            steps = [_heads_apart(cache, head_dim) for cache in caches]
+            steps = [_heads_apart(cache, head_axis) for cache in caches]
         step, pages = steps[0], caches[0].shape[0]
         assert step is not None
         number = (pages - 1) * step + heads
-        k, v = (_of_one_head(cache, head_dim, number) for cache in caches)
+        k, v = (_of_one_head(cache, head_axis, number) for cache in caches)
         head = torch.arange(heads, dtype=torch.int32, device=device)[:, None, None]
         return cls((k, v), (tables.clamp(0, pages - 1) * step + head).flatten(0, 1), heads)
 
@@ -86,18 +86,18 @@ class HeadTables(NamedTuple):
         return t.unflatten(0, (self.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _heads_apart(cache: Tensor, head_dim: int) -> int | None:
+def _heads_apart(cache: Tensor, head_axis: int) -> int | None:
     """KV heads in memory from one page to the next, None if that is no whole number."""
-    if 1 in (cache.shape[0], cache.shape[head_dim]):  # the stride of a single page or head means nothing
-        return cache.shape[head_dim]
-    page, head = cache.stride(0), cache.stride(head_dim)
+    if 1 in (cache.shape[0], cache.shape[head_axis]):  # the stride of a single page or head means nothing
+        return cache.shape[head_axis]
+    page, head = cache.stride(0), cache.stride(head_axis)
     return page // head if head > 0 and page % head == 0 else None
 
 
-def _of_one_head(cache: Tensor, head_dim: int, number: int) -> Tensor:
+def _of_one_head(cache: Tensor, head_axis: int, number: int) -> Tensor:
     """Every head of every page as a page. Pages overlap where heads lie between tokens."""
     sizes, strides = list(cache.shape), list(cache.stride())
-    if sizes[head_dim] > 1:
-        strides[0] = strides[head_dim]
-    sizes[0], sizes[head_dim] = number, 1
+    if sizes[head_axis] > 1:
+        strides[0] = strides[head_axis]
+    sizes[0], sizes[head_axis] = number, 1
     return cache.as_strided(sizes, strides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, ShapeError, fail
+from attn_ops.ops.options import PAGED_DIMS
 
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 
@@ -38,14 +39,15 @@ def paged(where: str, cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor
 def _with_page(cache: Tensor, kv_layout: str) -> Tensor:
     if cache.dim() != 3:
         return cache
-    return cache.unsqueeze(1 if kv_layout == "NHD" else 2)
+    return cache.unsqueeze(PAGED_DIMS[kv_layout].token)
 
 
 def paged_sizes(where: str, cache: Tensor, kv_layout: str) -> tuple[int, int]:
     """``(page_size, num_kv_heads)`` of a 4-D cache."""
     if cache.dim() != 4:
         fail(ShapeError, where, f"a KV cache is {list(cache.shape)}", "pages, places, heads and head_dim", "view it so")
-    return (cache.shape[1], cache.shape[2]) if kv_layout == "NHD" else (cache.shape[2], cache.shape[1])
+    token, head = PAGED_DIMS[kv_layout]
+    return cache.shape[token], cache.shape[head]
 
 
 def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import DTypes
 from attn_ops.frontend.call_plans import with_rows, with_workspace, without_window
 from attn_ops.frontend.kv_cache import paged_sizes
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
@@ -104,7 +104,7 @@ class PlannedBatch:
                 "call plan() for this batch first",
             )
         if self.keys is not None and kv.dim() == 3:
-            keys, planned = kv.shape[0 if call.kv_layout == "NHD" else 1], self.keys.shape[0]
+            keys, planned = kv.shape[DENSE_DIMS[call.kv_layout].token], self.keys.shape[0]
             if keys < planned:
                 expected = f"{planned} as planned by kv_indptr, or more"
                 fix = "pass the keys of all requests, or call plan() for this batch first"

@@ -14,7 +14,7 @@ from attn_ops.frontend.arguments import ranked
 from attn_ops.frontend.base import Wrapper
 from attn_ops.frontend.prepared_plan import PreparedPlan
 from attn_ops.frontend.with_lse import RunWithLse
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import DENSE_DIMS, FP8, AttentionOptions
 from attn_ops.plan.block_sparse import place_rows
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import SizedPlanner
@@ -85,7 +85,7 @@ class SparseWrapper(RunWithLse, Wrapper):
             rotated = rotate_half(tokens.float(), position, *rope).to(x.dtype)
             return rotated if kv_layout == "NHD" else rotated.transpose(0, 1)
 
-        token = 0 if kv_layout == "NHD" else 1
+        token = DENSE_DIMS[kv_layout].token
         return rotate(q, k.shape[token] - q.shape[token]), rotate(k, 0)
 
 

@@ -188,3 +188,17 @@ LAYOUTS = {
     "NHD": "[pages, page_size, num_kv_heads, head_dim]",
     "HND": "[pages, num_kv_heads, page_size, head_dim]",
 }
+
+
+class KVDims(NamedTuple):
+    """The dimensions of keys and values that count tokens and KV heads. ``head_dim`` is the last."""
+
+    token: int
+    head: int
+
+
+DENSE_DIMS = {"NHD": KVDims(token=0, head=1), "HND": KVDims(token=1, head=0)}
+"""By layout, of keys and values of 3 dimensions: ragged, or of one request."""
+
+PAGED_DIMS = {layout: KVDims(1 + token, 1 + head) for layout, (token, head) in DENSE_DIMS.items()}
+"""By layout, of paged caches, whose first dimension counts pages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_ops.ops.options import DENSE_DIMS
 from attn_ops.symbolic_sizes import any_zero
 
 
@@ -15,10 +16,8 @@ def as_nhd(cache: Tensor, kv_layout: str) -> Tensor:
 
 def block_pages(t: Tensor, page_size: int, kv_layout: str) -> Tensor:
     """A view of dense keys or values as a paged cache of the same layout, whose pages lie in order."""
-    tokens = t.shape[0 if kv_layout == "NHD" else 1] // page_size
-    if kv_layout == "NHD":
-        return t.unflatten(0, (tokens, page_size))
-    return t.unflatten(1, (tokens, page_size)).transpose(0, 1)
+    token = DENSE_DIMS[kv_layout].token
+    return t.unflatten(token, (t.shape[token] // page_size, page_size)).movedim(token, 0)
 
 
 def bits(cache: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from attn_ops.kernels.triton.pdl import read_plan_early
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import AttentionOptions, softmax_scale
+from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 
 COMBINE_STEP_ELEMENTS = 16384
@@ -119,7 +119,7 @@ def _option_arguments(o: AttentionOptions, problem: PlanProblem) -> dict[str, An
 
 
 def _strides(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> dict[str, Any]:
-    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    token, head = PAGED_DIMS[kv_layout]
     strides = (
         *(q.stride(0), q.stride(1)),
         *(k_cache.stride(0), k_cache.stride(token)),

@@ -17,7 +17,7 @@ from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions
 from attn_ops.plan.sizing import packed_rows_of_tiles, rows_per_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
 
@@ -123,7 +123,7 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
     ) -> tuple[Tensor, Tensor]:
         o = AttentionOptions(**options)
         out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=o.out_dtype)
-        token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+        token, head = PAGED_DIMS[kv_layout]
         x = _operands(q, k_cache, v_cache, k_cache.shape[head], (0, token, head), 0)
         attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
         return out, lse
@@ -145,7 +145,7 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return batch_prefill(q, k_cache, v_cache, plan, workspace, **form, **options)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
-        token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
+        token, head = DENSE_DIMS[kv_layout]
         return _operands(q, k, v, k.shape[head], (None, token, head), k.shape[token])
 
     def ragged_prefill(

@@ -12,7 +12,7 @@ from attn_ops.errors import OptionError, PlanError, ShapeError
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
 from attn_ops.ops.fp8_queries import QUERY
-from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, AttentionOptions
+from attn_ops.ops.options import DENSE_DIMS, FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
@@ -151,8 +151,9 @@ def _dense_kv(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) ->
     op.tensor("v", v, dims, FLOATS + FP8, q)
     for dim in (0, 1):
         op.size("v", f"dimension {dim}", v.shape[dim], k.shape[dim], "k")
-    op.limit("k", "tokens", k.shape[0 if kv_layout == "NHD" else 1], MAX_KV_TOKENS)
-    return int(k.shape[1 if kv_layout == "NHD" else 0])
+    token, head = DENSE_DIMS[kv_layout]
+    op.limit("k", "tokens", k.shape[token], MAX_KV_TOKENS)
+    return int(k.shape[head])
 
 
 def ragged_prefill(
@@ -191,7 +192,7 @@ def single_prefill(
     problem = _attention(op, q, k, v, 0, _dense_kv(op, q, k, v, kv_layout), o)
     op.limit("q", "query rows", q.shape[0], MAX_QUERY_ROWS)
     if o.mask is not None:
-        bits = q.shape[0] * k.shape[0 if kv_layout == "NHD" else 1]
+        bits = q.shape[0] * k.shape[DENSE_DIMS[kv_layout].token]
         op.size("mask", "bytes", o.mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
     return replace(problem, tile_rows=rows_per_tile(problem.num_qo_heads, problem.num_kv_heads))
 
@@ -217,7 +218,7 @@ def block_sparse_prefill(
     if not typed.kv_indices.shape[0]:
         fix = "make the planner with BlockSparsePlanner"
         op.fail(PlanError, "the plan is for ragged KV", "one with a page for each block column", fix)
-    tokens = k.shape[0 if kv_layout == "NHD" else 1]
+    tokens = k.shape[DENSE_DIMS[kv_layout].token]
     if tokens % page_size:
         op.fail(
             ShapeError,

@@ -24,7 +24,7 @@ from attn_ops.errors import (
 )
 from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
-from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, AttentionOptions, bounded
+from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, PAGED_DIMS, AttentionOptions, bounded
 from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
 from attn_ops.symbolic_sizes import guard_or_false
@@ -313,5 +313,5 @@ def caches(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> tu
         op.size(name, "pages", cache.shape[0], k.shape[0], "k_cache")
         op.size(name, "dimension 1", cache.shape[1], k.shape[1], "k_cache")
         op.size(name, "dimension 2", cache.shape[2], k.shape[2], "k_cache")
-    page_size, heads = (k.shape[1], k.shape[2]) if kv_layout == "NHD" else (k.shape[2], k.shape[1])
-    return int(page_size), int(heads)
+    token, head = PAGED_DIMS[kv_layout]
+    return int(k.shape[token]), int(k.shape[head])
