@@ -24,7 +24,6 @@ from attn_ops.frontend.flash.cache import (
     CacheLengths,
     CacheTensors,
     as_token_pages,
-    cache_spec,
     has_symbolic_pages,
     rotate,
 )
@@ -32,6 +31,7 @@ from attn_ops.frontend.flash.cache_checks import check_latent, check_requests, c
 from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention, requests_of, unpack, varlen_attention
 from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.padded import SpreadCall, Used
+from attn_ops.frontend.flash.plan_spec import cache_spec, runs_decode
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
@@ -358,9 +358,7 @@ def flash_attn_with_kvcache(
     latents = qv if qv is None or shape is None else qv.flatten(0, 1)
     cached = CacheLengths.of(where, "cache_seqlens", cache_seqlens)
     new = new_tokens(where, k, v, cache_seqlens, cu_seqlens_k_new, requests)
-    decode = False
-    if qv is None and not chunk and shape is not None and shape[1] == 1:  # a branch, as traced sizes are no bool
-        decode = True
+    decode = runs_decode(None if shape is None else shape[1], qv is not None, chunk)
     batch = CacheBatch(
         spec=cache_spec(q, k_cache, v_cache, qv, options, decode=decode),
         table=table,

@@ -17,7 +17,7 @@ from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, required
 from attn_ops.frontend.call_plans import BlockTables
-from attn_ops.frontend.flash.calls import FlashCall, Result, plan_spec
+from attn_ops.frontend.flash.calls import FlashCall, Result
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
     LEFTPAD,
@@ -467,13 +467,3 @@ def rotate(
     for positions in (added, old):
         rotary.check(where, positions)
     return rotary.apply(q, old), (rotary.apply(k, added), v)
-
-
-def cache_spec(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, options: AttentionOptions, *, decode: bool
-) -> PlanSpec:
-    """Of caches ``[places, page_size, num_kv_heads, head_dim]``. A decoded row has no keys after it."""
-    if decode:
-        options = options._replace(causal=False, window_right=-1)
-    spec = plan_spec(q, k, v, options, decode=decode, paged=True, page_size=k.shape[1])
-    return spec if qv is None else spec._replace(head_dim_qk=q.shape[-1] + qv.shape[-1])

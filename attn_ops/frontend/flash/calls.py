@@ -18,6 +18,7 @@ from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
 from attn_ops.frontend.flash.metadata import BatchForm, Found, FoundCall, Scheduled, SchedulerMetadata, shared
+from attn_ops.frontend.flash.plan_spec import ragged_spec
 from attn_ops.frontend.one_shot import unplanned_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.ops.options import FP8, AttentionOptions
@@ -93,20 +94,6 @@ def _finalize(finalize: Callable[..., Any], result: Result, *outputs: Tensor) ->
     return result.of(finalize(*outputs))
 
 
-def plan_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **more: Any) -> PlanSpec:
-    """Of any query, and keys whose last dimensions are ``[num_kv_heads, head_dim]``."""
-    return PlanSpec(
-        num_qo_heads=q.shape[-2],
-        num_kv_heads=k.shape[-2],
-        head_dim_qk=q.shape[-1],
-        head_dim_vo=v.shape[-1],
-        window_left=options.window_left,
-        causal=options.causal,
-        window_right=options.window_right,
-        **more,
-    )
-
-
 # -------------------------------------------------------------------------------------------------- without a KV cache
 
 
@@ -178,7 +165,7 @@ def dense_attention(
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k, batch)
-    spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
+    spec = ragged_spec(q, k, v, options)
     if batch == 1 and not chunk and not splits_pay(spec, q_len, kv_len, device):
         return FlashCall(unplanned_call(where, rows, options, result.spec(q), scales), result, views)
 
@@ -214,7 +201,7 @@ def varlen_attention(
     batch = requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     q, k = with_latents(where, q, k, v, qv)
     device, result = q.device, Result(None, return_lse, out)
-    spec = plan_spec(q, k, v, options, decode=False, paged=False, page_size=1)
+    spec = ragged_spec(q, k, v, options)
     scales = descales.of_rows(where, q, k, batch, cu_seqlens_q)
 
     def make() -> SchedulerMetadata:

@@ -12,8 +12,8 @@ from attn_ops.frontend.flash.arguments import WindowSize
 from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
 from attn_ops.frontend.flash.cache_checks import check_tables, one_of
 from attn_ops.frontend.flash.metadata import MISSING, NO_TOTALS, SchedulerMetadata
+from attn_ops.frontend.flash.plan_spec import runs_decode, spec_of_sizes
 from attn_ops.plan.page_table import INT32_MAX
-from attn_ops.plan.resizable import PlanSpec
 from attn_ops.typed import integers, optional_integers, typed
 
 
@@ -79,10 +79,11 @@ def get_scheduler_metadata(
     headdim_v, page_size, total_q, total_k_new = optional_integers(
         where, headdim_v=headdim_v, page_size=page_size, total_q=total_q, total_k_new=total_k_new
     )
-    no_total_q = cu_seqlens_q is not None and total_q is None
-    no_total_k = cu_seqlens_k_new is not None and total_k_new is None
-    rows = 0 if no_total_q else batch_size * max_seqlen_q if total_q is None else total_q
-    appended = 0 if no_total_k else batch_size * max_seqlen_k_new if total_k_new is None else total_k_new
+    totals = (
+        _total(batch_size, max_seqlen_q, cu_seqlens_q, total_q),
+        _total(batch_size, max_seqlen_k_new, cu_seqlens_k_new, total_k_new),
+    )
+    rows, appended = (0 if total is None else total for total in totals)
     if rows < 0 or appended < 0 or any(type(n) is int and n > INT32_MAX for n in (rows, appended)):
         numbers, change = f"{rows} query rows and {appended} appended tokens", "max_seqlen_q, total_q, max_seqlen_k_new"
         fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
@@ -93,23 +94,12 @@ def get_scheduler_metadata(
     tensors = (cache_seqlens, table, cu_seqlens_q)
     found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
     on = torch.device(device) if device is not None else found or torch.empty(0).device
-    missing = MISSING if page_size is not None and table is None else 0
-    if no_total_q or no_total_k:
-        missing |= NO_TOTALS
-    decode = False
-    if cu_seqlens_q is None and not has_qv and not chunk and max_seqlen_q == 1:  # a branch, as in the call
-        decode = True
-    spec = PlanSpec(
-        decode=decode,
-        paged=True,
-        page_size=max_seqlen_k if page_size is None else page_size,
-        num_qo_heads=num_heads_q,
-        num_kv_heads=num_heads_kv,
-        head_dim_qk=headdim + (value_dim if has_qv else 0),
-        head_dim_vo=value_dim,
-        window_left=window.window_left,
-        causal=window.causal and not decode,
-        window_right=-1 if decode else window.window_right,
+    spec = spec_of_sizes(
+        (num_heads_q, num_heads_kv),
+        (headdim + (value_dim if has_qv else 0), value_dim),
+        max_seqlen_k if page_size is None else page_size,
+        window,
+        decode=runs_decode(max_seqlen_q if cu_seqlens_q is None else None, has_qv, chunk),
     )
     batch = CacheBatch(
         spec,
@@ -126,7 +116,17 @@ def get_scheduler_metadata(
         chunk=chunk,
         table_name=None if table is None else table_name,
     )
+    missing = MISSING if page_size is not None and table is None else 0
+    if any(total is None for total in totals):
+        missing |= NO_TOTALS
     if missing:
         return batch.unplanned(missing)
     batch.check_places(where)
     return batch.make(where)
+
+
+def _total(batch_size: int, each: int, cu_seqlens: Tensor | None, total: int | None) -> int | None:
+    """Rows of the batch: ``total``, or ``each`` of every request. None if only the contents of ``cu_seqlens`` say."""
+    if total is not None:
+        return total
+    return batch_size * each if cu_seqlens is None else None

@@ -1,0 +1,70 @@
+"""Plan specs of FlashAttention's calls, and of the metadata that is made for them. The two must be equal."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attn_ops.frontend.flash.arguments import Window
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.resizable import PlanSpec
+
+
+def ragged_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PlanSpec:
+    """Of dense or varlen tensors, whose last dimensions are ``[heads, head_dim]``."""
+    return PlanSpec(
+        decode=False,
+        paged=False,
+        page_size=1,
+        num_qo_heads=q.shape[-2],
+        num_kv_heads=k.shape[-2],
+        head_dim_qk=q.shape[-1],
+        head_dim_vo=v.shape[-1],
+        window_left=options.window_left,
+        causal=options.causal,
+        window_right=options.window_right,
+    )
+
+
+def runs_decode(seqlen_q: int | None, has_qv: bool, chunk: int) -> bool:
+    """Whether a call runs ``batch_decode``: one row of each request, None for rows by ``cu_seqlens_q``."""
+    if seqlen_q is None or has_qv or chunk:
+        return False
+    if seqlen_q == 1:  # noqa: SIM103  a branch: a condition on traced sizes is no bool
+        return True
+    return False
+
+
+def spec_of_sizes(
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    page_size: int,
+    window: Window | AttentionOptions,
+    *,
+    decode: bool,
+) -> PlanSpec:
+    """The spec of calls over a KV cache. A decoded row has no keys after it.
+
+    Args:
+        heads: query heads and KV heads.
+        head_dims: of keys, both parts of MLA together, and of values.
+    """
+    return PlanSpec(
+        decode=decode,
+        paged=True,
+        page_size=page_size,
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim_qk=head_dims[0],
+        head_dim_vo=head_dims[1],
+        window_left=window.window_left,
+        causal=window.causal and not decode,
+        window_right=-1 if decode else window.window_right,
+    )
+
+
+def cache_spec(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, options: AttentionOptions, *, decode: bool
+) -> PlanSpec:
+    """:func:`spec_of_sizes` of caches ``[places, page_size, num_kv_heads, head_dim]``."""
+    head_dims = q.shape[-1] + (0 if qv is None else qv.shape[-1]), v.shape[-1]
+    return spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, decode=decode)
