@@ -69,7 +69,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
     Args:
         float_workspace_buffer: scratch memory on the device of the query.
         use_cuda_graph: ``qo_indptr [batch + 1]`` and ``kv_len_arr [batch]``, int32, become the plan's memory;
-            ``kv_indptr [batch + 1]`` and ``kv_indices [max_pages]`` say how much room it has, and may hold the page
+            ``kv_indptr [batch + 1]`` and ``kv_indices [max_pages]`` decide its capacity, and may hold the page
             table for plan(), which does not write them. The batch size is fixed. Without it they have no effect.
         kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
         backend: no effect on results (:mod:`attn_ops.frontend.policy`).

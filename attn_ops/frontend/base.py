@@ -163,7 +163,7 @@ class Wrapper:
         """The caller's workspace as float32, all of it, so that its shape does not depend on the plan."""
         needed = workspace_size(plan)
         if not buffer.is_contiguous():
-            fail(ShapeError, where, "the workspace is not contiguous", "one piece of memory", "pass a new buffer")
+            fail(ShapeError, where, "the workspace is not contiguous", "a contiguous buffer", "pass a new buffer")
         memory = buffer.view(-1).view(torch.uint8)
         start = -memory.data_ptr() % 4
         if memory.shape[0] < start + 4 * needed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, ShapeError, fail
-from attn_ops.ops.options import PAGED_DIMS
+from attn_ops.ops.options import LAYOUTS, PAGED_DIMS
 
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 
@@ -45,7 +45,7 @@ def _with_page(cache: Tensor, kv_layout: str) -> Tensor:
 def paged_sizes(where: str, cache: Tensor, kv_layout: str) -> tuple[int, int]:
     """``(page_size, num_kv_heads)`` of a 4-D cache."""
     if cache.dim() != 4:
-        fail(ShapeError, where, f"a KV cache is {list(cache.shape)}", "pages, places, heads and head_dim", "view it so")
+        fail(ShapeError, where, f"a KV cache is {list(cache.shape)}", LAYOUTS[kv_layout], "view it so")
     token, head = PAGED_DIMS[kv_layout]
     return cache.shape[token], cache.shape[head]
 

@@ -73,7 +73,7 @@ def lengths(
 def too_long(where: str, tokens: int, capacity: int, table: str | None) -> NoReturn:
     """A request does not fit its row of ``table``, or of a cache without a table."""
     holder, fix = ("its cache", "pass a larger cache") if table is None else (table, f"pass a wider {table}")
-    shown = f"a request has {tokens} tokens and {holder} room for {capacity}"
+    shown = f"a request has {tokens} tokens and {holder} capacity for {capacity}"
     fail(PageTableError, where, shown, f"at most {capacity}", fix)
 
 

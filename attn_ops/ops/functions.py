@@ -181,7 +181,7 @@ def batch_prefill(
 
     Args:
         q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of all requests,
-            concatenated. Weights of FP8 queries may be rounded to FP8 (docs/guide/fp8.md).
+            concatenated. With FP8 queries, probabilities may be rounded to FP8 (docs/guide/fp8.md).
         k_cache: NHD ``[pages, page_size, num_kv_heads, head_dim]``, HND ``[pages, num_kv_heads, page_size, head_dim]``;
             as ``q``, or float8_e4m3fn, float8_e5m2. Paged keys. Only the last dimension must be contiguous, so a view
             of a cache with keys and values works.
@@ -269,7 +269,7 @@ def ragged_prefill(
 
     Args:
         q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of all requests,
-            concatenated. Weights of FP8 queries may be rounded to FP8 (docs/guide/fp8.md).
+            concatenated. With FP8 queries, probabilities may be rounded to FP8 (docs/guide/fp8.md).
         k: NHD ``[nnz_kv, num_kv_heads, head_dim]``, HND ``[num_kv_heads, nnz_kv, head_dim]``; as ``q``, or
             float8_e4m3fn, float8_e5m2. Keys of all requests, concatenated.
         v: as ``k``, with a head_dim of its own; as ``k``. Values, in the order of the keys.
@@ -353,8 +353,8 @@ def single_prefill(
     that splits them over the GPU.
 
     Args:
-        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows. Weights of FP8
-            queries may be rounded to FP8 (docs/guide/fp8.md).
+        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows. With FP8
+            queries, probabilities may be rounded to FP8 (docs/guide/fp8.md).
         k: NHD ``[kv_len, num_kv_heads, head_dim]``, HND ``[num_kv_heads, kv_len, head_dim]``; as ``q``, or
             float8_e4m3fn, float8_e5m2. Keys.
         v: as ``k``, with a head_dim of its own; as ``k``. Values.
@@ -429,7 +429,7 @@ def block_sparse_prefill(
 
     Args:
         q: ``[rows, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of the matrix, in
-            order. Weights of FP8 queries may be rounded to FP8 (docs/guide/fp8.md).
+            order. With FP8 queries, probabilities may be rounded to FP8 (docs/guide/fp8.md).
         k: NHD ``[keys, num_kv_heads, head_dim]``, HND ``[num_kv_heads, keys, head_dim]``; as ``q``, or float8_e4m3fn,
             float8_e5m2. Keys of the matrix, in order: whole pages of the plan.
         v: as ``k``, with a head_dim of its own; as ``k``. Values, in the order of the keys.

@@ -84,13 +84,13 @@ def _compare(answers: Sequence[dict[str, Any]]) -> None:
                 RankError,
                 "plan",
                 f"rank {process} has interleave {other['interleave']} and rank 0 has {first['interleave']}",
-                "one interleave",
-                "make the shards of all ranks alike",
+                f"{first['interleave']} on every rank",
+                "make the shards of all ranks with that interleave",
             )
         for name, size in other["sizes"].items():
             if size != first["sizes"][name]:
                 what = f"rank {process} has {name} {size} and rank 0 has {first['sizes'][name]}"
-                fail(RankError, "plan", what, "planners of the same sizes", "make the planners of all ranks alike")
+                fail(RankError, "plan", what, "planners of the same sizes", "make them with the same sizes")
         if other["batch"] != first["batch"]:
             what = f"rank {process} plans {other['batch']} requests and rank 0 plans {first['batch']}"
             fail(RankError, "plan", what, "one batch", BOTH)

@@ -108,7 +108,7 @@ def check_storage(
                 where,
                 f"it is {list(t.shape)} with strides {list(t.stride())}",
                 "a contiguous vector" if name == WORKSPACE else "a contiguous tensor",
-                "allocate it in one piece",
+                "allocate it as a contiguous tensor",
             )
         if name != WORKSPACE and t.shape != shapes[name]:
             fail(ShapeError, where, f"it is {list(t.shape)}", f"{list(shapes[name])}", "allocate it in that shape")

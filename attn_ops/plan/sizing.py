@@ -65,7 +65,7 @@ LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
 SMALL_HEAD_DIM = 128
-"""Head dim of values up to which a prefill plan has room for two splits of each query tile of a wave."""
+"""Head dim of values up to which a prefill plan has capacity for two splits of each query tile of a wave."""
 
 
 def power_of_two_from(size: int) -> int:

@@ -219,8 +219,8 @@ class Form(NamedTuple):
     dtype        of the output
     head_dim_vo  of the output. Values of MLA have more columns
     return_lse   the call asks for the LSE
-    exact        the kernel computes in float32. It may compute a call of bfloat16 alone in bfloat16, with weights as
-                 other kernels round them, but the LSE is then less exact
+    exact        the kernel computes in float32. It may compute a call of bfloat16 alone in bfloat16, with probabilities
+                 rounded as by other kernels, but the LSE is then less exact
     shape        of the output of one step for all rows
     last_shape   of the output in the end, if that is another
     """

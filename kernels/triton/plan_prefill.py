@@ -36,7 +36,7 @@ from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, P
 from attn_ops.symbolic_sizes import statically_known_true
 
 MIN_TILES, MAX_TILES = 32, 256
-"""Query tiles that program 0 processes at a time: as many as the plan has room for, within these."""
+"""Query tiles that program 0 processes at a time: as many as the plan has capacity for, within these."""
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def plan_prefill_kernel(
 
 
 def tiles_at_a_time(max_tiles: int) -> int:
-    """For a plan with room for ``max_tiles``; the most where a graph leaves that open."""
+    """For a plan with capacity for ``max_tiles``; the most where a graph leaves that open."""
     tiles = MIN_TILES
     while tiles < MAX_TILES and not statically_known_true(max_tiles <= tiles):
         tiles *= 2

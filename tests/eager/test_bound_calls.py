@@ -215,7 +215,7 @@ def test_contents_are_checked_in_each_call(appended: int) -> None:
         cache.seqlens.copy_(good), cache.table.copy_(table)
         cache.call()
 
-    spoil(lambda: cache.seqlens.fill_(65), PageTableError, r"65 tokens|67 tokens|room for 64")
+    spoil(lambda: cache.seqlens.fill_(65), PageTableError, r"65 tokens|67 tokens|capacity for 64")
     spoil(lambda: cache.seqlens.fill_(-1), PageTableError, "has a length of -1")
     spoil(lambda: cache.table.fill_(12), PageTableError, r"block_table\[0, 0\] is 12")
     spoil(lambda: cache.table[1].fill_(-1), PageTableError, r"block_table\[1, 0\] is -1")

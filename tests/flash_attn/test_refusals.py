@@ -157,13 +157,13 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"block_table": TABLE[:1]}, "block_table has 1 rows; expected 2, as q has requests"),
     ({"v": None}, "v is missing"),
     ({"cache_seqlens": None}, "cache_seqlens is missing"),
-    ({"cache_seqlens": 40}, "a request has 41 tokens and its cache room for 40"),
+    ({"cache_seqlens": 40}, "a request has 41 tokens and its cache capacity for 40"),
     (
         {"cache_seqlens": torch.tensor([3, 40])},
-        "a request has 41 tokens and its cache room for 40; expected at most 40; pass a larger cache",
+        "a request has 41 tokens and its cache capacity for 40; expected at most 40; pass a larger cache",
     ),
     *(
-        ({"cache_seqlens": given}, "a request has 41 tokens and its cache room for 40; expected at most 40")
+        ({"cache_seqlens": given}, "a request has 41 tokens and its cache capacity for 40; expected at most 40")
         for given in (41, torch.tensor([3, 41]))
     ),
     ({"cache_seqlens": -1}, "cache_seqlens is -1; expected 0 or more tokens; correct it"),

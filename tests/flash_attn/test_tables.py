@@ -120,7 +120,8 @@ def test_a_length_past_the_table_is_that_of_its_row(new: int, pad: int, chunk: i
 def test_a_table_too_narrow_is_named(name: str, lens: int) -> None:
     r, q, new = Requests((48,)), random(1, 1, 4, 64), random(1, 49 - lens, 2, 64)
     given = {"cache_seqlens": int32(lens), name: r.block_tables(spare=0)}
-    with pytest.raises(RuntimeError, match=f"a request has 49 tokens and {name} room for 48; .*pass a wider {name}"):
+    message = f"a request has 49 tokens and {name} capacity for 48; .*pass a wider {name}"
+    with pytest.raises(RuntimeError, match=message):
         flash_attn_with_kvcache(q, *r.cache(), *((new, new) if lens == 48 else ()), **given)
 
 

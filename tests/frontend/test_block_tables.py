@@ -66,7 +66,7 @@ def test_lengths_fill_their_rows_of_the_table_at_most() -> None:
     tables, more = r.block_tables(spare=0), torch.tensor([129, 3])
     call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace(), tables)
     r.expected(sm_scale=0.125).check(call(r.seq_lens.cpu(), 128, 0.125))
-    with pytest.raises(errors.PageTableError, match="a request has 129 tokens and block_tables room for 128"):
+    with pytest.raises(errors.PageTableError, match="a request has 129 tokens and block_tables capacity for 128"):
         call(more, 129, 0.125)
 
 

@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
     "block tables too narrow": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables()[:, :8], torch.tensor(R.kv_lens, dtype=torch.int32)),
         errors.PageTableError,
-        "a request has 130 tokens and page_table room for 128",
+        "a request has 130 tokens and page_table capacity for 128",
     ),
     "lengths of another name": (
         lambda: flashinfer.cudnn_batch_decode_with_kv_cache(
@@ -400,7 +400,7 @@ CASES: dict[str, Case] = {
     "xqa cache": (
         lambda: flashinfer.xqa(R.q, *(t.flatten(0, 2) for t in R.cache()), R.block_tables(), R.seq_lens),
         errors.ShapeError,
-        "xqa: a KV cache is [480, 64]; expected pages, places, heads and head_dim",
+        "xqa: a KV cache is [480, 64]; expected [pages, page_size, num_kv_heads, head_dim]",
     ),
     "xqa sizes": (
         lambda: flashinfer.xqa(R.q, *R.cache(), R.block_tables(), R.seq_lens, num_kv_heads=4),

@@ -449,7 +449,7 @@ CASES: dict[str, Case] = {
             seq_lens=torch.tensor(P.kv_lens),
         ),
         errors.PageTableError,
-        "a request has 130 tokens and block_tables room for 128",
+        "a request has 130 tokens and block_tables capacity for 128",
     ),
     **{
         f"dtype of {name}": (

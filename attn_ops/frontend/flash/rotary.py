@@ -38,7 +38,7 @@ class Rotary(NamedTuple):
                     ShapeError,
                     where,
                     f"{name} is {list(t.shape)}",
-                    f"[max_position, rotary_dim / 2] with rows, rotary_dim at most {head_dim}, both tables alike",
+                    f"[max_position, rotary_dim / 2] with rows, rotary_dim at most {head_dim}, of both tables",
                     "correct it",
                 )
             if not t.is_floating_point():

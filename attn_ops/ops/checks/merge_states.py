@@ -23,7 +23,7 @@ def _states(op: OpChecker, v: Tensor, s: Tensor, dims: str, like: Tensor | None,
         )
 
 
-def _alike(op: OpChecker, a: Tensor, b: Tensor, name_a: str, name_b: str) -> None:
+def _check_same_form(op: OpChecker, a: Tensor, b: Tensor, name_a: str, name_b: str) -> None:
     if a.shape != b.shape or a.dtype != b.dtype:
         op.fail(
             ShapeError,
@@ -43,7 +43,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *, backend: 
     op = OpChecker("merge_state")
     _states(op, v_a, s_a, "rows, heads", None, "_a")
     _states(op, v_b, s_b, "rows, heads", v_a, "_b")
-    _alike(op, v_a, v_b, "v_a", "v_b")
+    _check_same_form(op, v_a, v_b, "v_a", "v_b")
     op.no_grad(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     return _problem("merge_state", v_a, v_b)
 
@@ -61,7 +61,7 @@ def merge_state_in_place(
     op = OpChecker("merge_state_in_place")
     _states(op, v, s, "rows, heads", None)
     _states(op, v_other, s_other, "rows, heads", v, "_other")
-    _alike(op, v, v_other, "v", "v_other")
+    _check_same_form(op, v, v_other, "v", "v_other")
     op.no_overlap("v", v)
     op.no_overlap("s", s)
     if mask is not None:
