@@ -72,7 +72,7 @@ CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """The same where both products are of FP8."""
 
 CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
-"""Those of 16-bit kernels of which there is another for plans of large batches."""
+"""Those of which there is another 16-bit kernel, with three consumers, for the query tiles of large batches."""
 
 CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 """Ops of ``kernels/cuda/prefill.py`` over paged KV."""

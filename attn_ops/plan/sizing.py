@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_HEAD_DIMS
+from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,
@@ -48,9 +49,6 @@ CTA_PACKED_ROWS = 128
 
 THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_CTA_PACKED_ROWS = 64, 192
 """Head dim of the CUDA prefill kernel that always has three consumers, and packed rows that a CTA of it holds."""
-
-LARGE_BATCH_HEAD_DIM = 128
-"""Head dim of the CUDA prefill kernel that has three consumers if query tiles fill them."""
 
 LARGE_BATCH_WAVES, LARGE_BATCH_REQUEST_ROWS = 8, 1024
 """Units of three consumers for each SM, and packed rows of a request, that large batches have at least.
@@ -109,7 +107,7 @@ def is_large_batch(
     those of other plans.
     """
     sms = hopper_sms(device)
-    if num_kv_heads == 0 or sms == 0 or head_dims != (LARGE_BATCH_HEAD_DIM, LARGE_BATCH_HEAD_DIM):
+    if num_kv_heads == 0 or sms == 0 or head_dims not in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
         return False
     units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
     request_rows = rows * num_qo_heads // num_kv_heads // max(1, batch)
@@ -133,10 +131,10 @@ def fills_three_consumers(packed_rows: int) -> bool:
 
 def has_three_consumers(problem: PlanProblem) -> bool:
     """Whether the CUDA prefill kernel has three consumers in 16 bits."""
-    if problem.head_dim_qk != problem.head_dim_vo:
-        return False
-    large_batch = problem.head_dim_qk == LARGE_BATCH_HEAD_DIM and fills_three_consumers(packed_rows_of_tile(problem))
-    return problem.head_dim_qk == THREE_CONSUMERS_HEAD_DIM or large_batch
+    head_dims = problem.head_dim_qk, problem.head_dim_vo
+    if head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
+        return fills_three_consumers(packed_rows_of_tile(problem))
+    return head_dims == (THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_HEAD_DIM)
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:

@@ -26,7 +26,7 @@ from attn_ops.ops.unsupported import (
     CUDA_PREFILL_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
 )
-from attn_ops.plan.sizing import fills_three_consumers
+from attn_ops.plan.sizing import THREE_CONSUMERS_CTA_PACKED_ROWS, THREE_CONSUMERS_HEAD_DIM, fills_three_consumers
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
@@ -131,6 +131,8 @@ FP8_TILES = {
 assert TILES.keys() == KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
+assert [dims for dims, tile in TILES.items() if tile.consumers == 3] == [(THREE_CONSUMERS_HEAD_DIM,) * 2]
+assert THREE_CONSUMERS_CTA_PACKED_ROWS == 3 * PACKED_ROWS
 
 E4M3 = torch.float8_e4m3fn
 
