@@ -9,14 +9,12 @@ from torch.distributed import ProcessGroup
 
 from attn_ops.distributed.merge_one_shot import ContextExchange
 from attn_ops.errors import DeviceError, DTypeError, PlanError, RankError, ShapeError, fail
-from attn_ops.ops.options import FLOATS
+from attn_ops.ops.options import FLOATS, LOG2E
 from attn_ops.plan.context import context_group
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 from attn_ops.typed import typed
 
 __all__ = ["merge_context"]
-
-LOG2E = 1.4426950408889634
 
 
 @typed

@@ -24,6 +24,10 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """FP8 dtypes of keys, values and outputs."""
 
 
+LOG2E = math.log2(math.e)
+"""A factor that converts natural logits and LSEs to base 2."""
+
+
 class AttentionOptions(NamedTuple):
     """Options under their names in the schemas.
 

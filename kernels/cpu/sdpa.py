@@ -30,11 +30,10 @@ from torch import Tensor
 
 from attn_ops.eager.captured_call import _C, reinterpret
 from attn_ops.eager.checked_call import Bases
-from attn_ops.ops.options import MLA_SM_SCALE, AttentionOptions, softmax_scale
+from attn_ops.ops.options import LOG2E, MLA_SM_SCALE, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu
-LOG2E = math.log2(math.e)
 
 MASK_ROWS = 512
 """Query rows of a call with a mask, which has an element for each row and key, at most."""

@@ -7,7 +7,6 @@ the tile of a work item. The work items of a tile that is split all compute the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +17,11 @@ from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
+from attn_ops.ops.options import FP8, LOG2E, AttentionOptions, softmax_scale
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import any_zero, guard_or_true
 
-LOG2E = math.log2(math.e)
 MAX_ELEMENTS = 1 << 26
 """Logits, or elements of gathered keys, that prefill holds at a time."""
 MAX_GROUPS = 64
