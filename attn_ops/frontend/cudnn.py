@@ -146,7 +146,6 @@ def cudnn_batch_decode_with_kv_cache(
         {"batch_offsets_q": (batch_offsets_q, per_row[0]), "batch_offsets_o": (batch_offsets_o, per_row[1])},
     )
     sinks = as_sinks(where, sinks, q.device)
-    dtype = out.dtype if out is not None and out.dtype in FP8 else q.dtype
     options = AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True)
     return block_table_call(
         where,
@@ -155,11 +154,16 @@ def cudnn_batch_decode_with_kv_cache(
         actual_seq_lens_kv,
         rows,
         bounded(where, options, sm_scale="scale"),
-        OutputSpec(out, lse, return_lse, dtype),
+        OutputSpec(out, lse, return_lse, _unnamed_dtype(q.dtype, out)),
         ScaleFactors(),
         kv_layout="HND",
         names=NAMES,
     ).execute()
+
+
+def _unnamed_dtype(q_dtype: torch.dtype, out: Tensor | None) -> torch.dtype:
+    """The dtype of an output that no argument names: that of an FP8 ``out``, else the query's."""
+    return out.dtype if out is not None and out.dtype in FP8 else q_dtype
 
 
 def _no_offsets(where: str, **offsets: Tensor | None) -> None:
@@ -255,10 +259,7 @@ def cudnn_batch_prefill_with_kv_cache(
             "batch_offsets_stats": (batch_offsets_stats, {heads}),
         },
     )
-    if o_data_type is None:
-        dtype = out.dtype if out is not None and out.dtype in FP8 else q.dtype
-    else:
-        dtype = output_dtype(where, "o_data_type", o_data_type)
+    dtype = _unnamed_dtype(q.dtype, out) if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
     padded = PaddedLse(qo_indptr, max_token_per_sequence)
     output = OutputSpec(out, lse, return_lse, dtype, lse_base, padded=padded)
     if output.padding is not None:
@@ -266,7 +267,12 @@ def cudnn_batch_prefill_with_kv_cache(
     options = bounded(where, AttentionOptions(sm_scale=scale, causal=causal), sm_scale="scale")
     scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
     tensors, backend = (q, k_cache, v_cache), own_backend(backend or "auto")
-    if block_tables is not None:
+    if block_tables is None:
+        kv_indptr = _ragged_indptr(
+            where, (q, k_cache, v_cache), actual_seq_lens_kv, batch_offsets_units, batch_offsets_k, batch_offsets_v
+        )
+        call = ragged_call(where, tensors, qo_indptr, kv_indptr, options, output, scales, backend=backend)
+    else:
         _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
         tables = block_table(where, "block_tables", block_tables, q.device)
         if actual_seq_lens_q.numel() != tables.shape[0]:
@@ -276,20 +282,26 @@ def cudnn_batch_prefill_with_kv_cache(
         call = block_table_call(
             where, tensors, *batch, options, output, scales, kv_layout="HND", backend=backend, names=NAMES
         )
-        result = call.execute()
-        return result if return_lse else (result, None)
-    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
-        ranked(where, name, t, ROWS)
-    kv_indptr = _indptr(where, "actual_seq_lens_kv", actual_seq_lens_kv, "k_cache", k_cache)
-    kv_heads = k_cache.shape[1]
-    _check_offsets(
-        where,
-        batch_offsets_units,
-        kv_indptr,
-        {
-            "batch_offsets_k": (batch_offsets_k, {kv_heads * q.shape[2], k_cache.stride(0)}),
-            "batch_offsets_v": (batch_offsets_v, {kv_heads * v_cache.shape[-1], v_cache.stride(0)}),
-        },
-    )
-    result = ragged_call(where, tensors, qo_indptr, kv_indptr, options, output, scales, backend=backend).execute()
+    result = call.execute()
     return result if return_lse else (result, None)
+
+
+def _ragged_indptr(
+    where: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    seq_lens: Tensor,
+    units: str,
+    offsets_k: Tensor | None,
+    offsets_v: Tensor | None,
+) -> Tensor:
+    """``kv_indptr`` of ragged keys and values, whose offsets are checked if they are given."""
+    q, k, v = tensors
+    for name, t in (("k_cache", k), ("v_cache", v)):
+        ranked(where, name, t, ROWS)
+    kv_indptr, kv_heads = _indptr(where, "actual_seq_lens_kv", seq_lens, "k_cache", k), k.shape[1]
+    offsets = {
+        "batch_offsets_k": (offsets_k, {kv_heads * q.shape[2], k.stride(0)}),
+        "batch_offsets_v": (offsets_v, {kv_heads * v.shape[-1], v.stride(0)}),
+    }
+    _check_offsets(where, units, kv_indptr, offsets)
+    return kv_indptr
