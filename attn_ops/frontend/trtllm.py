@@ -7,7 +7,7 @@ output; each is a number or a 0-d tensor. They run on this library's kernels wha
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,103 +62,87 @@ def _pages(
     return with_one_table(where, caches, block_tables, device)
 
 
-def _block_sparse(
-    where: str,
-    query: Tensor,
-    kv_cache: PagedCache,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    options: AttentionOptions,
-    output: OutputSpec,
-    scales: ScaleFactors,
-    kv_layout: str,
-    q_len_per_req: int | None,
-    backend: str,
-) -> Any:
-    """Decode with a table and lengths of each KV head."""
-    ranked(where, "query", query, ROWS)
-    tables = HeadTables.of(
-        where, paged(where, kv_cache, layout(where, kv_layout)), block_tables, kv_layout, query.device
-    )
-    if query.shape[1] % tables.num_kv_heads:
-        expected = f"a multiple of the {tables.num_kv_heads} KV heads"
-        fail(ShapeError, where, f"query has {query.shape[1]} heads", expected, "correct it")
-    if given_tensor(where, "seq_lens", seq_lens, query.device).shape != block_tables.shape[:2]:
-        shown, expected = f"seq_lens is {list(seq_lens.shape)}", f"{list(block_tables.shape[:2])}, as block_tables"
-        fail(ShapeError, where, shown, expected, "pass lengths of each KV head")
-    output.check(where, query, tables.caches[1].shape[-1])
-    needs_lse = output.needs_lse
-    result = _decode(
-        where,
-        tables.split(query),
-        tables.caches,
-        tables.table,
-        seq_lens.reshape(-1),
-        options,
-        OutputSpec(return_lse=needs_lse, dtype=output.dtype),
-        scales,
-        kv_layout,
-        q_len_per_req,
-        ("cum_seq_lens_q", None),
-        None,
-        backend,
-    )
-    out, lse = map(tables.join, result) if needs_lse else (tables.join(result), query)
-    return output.finalize(out, lse, out.dtype)
+class _Decode(NamedTuple):
+    """A call that decodes by block tables, as the public functions describe it.
 
-
-def _decode(
-    where: str,
-    query: Tensor,
-    kv_cache: PagedCache,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    options: AttentionOptions,
-    output: OutputSpec,
-    scales: ScaleFactors,
-    kv_layout: str,
-    q_len_per_req: int | None,
-    ragged: tuple[str, Tensor | None],
-    mask: Tensor | None,
-    backend: str = "auto",
-    shared_pages: bool = True,
-    context: tuple[ContextShard | None, Tensor | None] = (None, None),
-) -> Any:
-    """Decode.
-
-    ``ragged``: the name and the tensor of the cumulative query rows, instead of ``q_len_per_req``. ``context``: the
-    shard, and the tokens of each request on all ranks before its query rows.
+    cu_rows       the name and the tensor of the cumulative query rows, in the place of ``q_len_per_req``
+    mask          the tree mask of draft tokens
+    shared_pages  keys and values have one table
+    context       the shard, and the tokens of each request on all ranks before its query rows
     """
-    caches, table = _pages(where, kv_cache, block_tables, query.device, kv_layout, shared_pages)
-    check_dtypes(where, query, *caches)
-    name, indptr = ragged
-    if indptr is None:
-        q_len = 1 if q_len_per_req is None else q_len_per_req
-        positive(where, q_len_per_req=q_len)
-        rows = uniform_rows(where, query.shape[0], table.shape[0], q_len, query.device)
-        added: int | Tensor = q_len
-    else:
+
+    where: str
+    query: Tensor
+    kv_cache: PagedCache
+    block_tables: Tensor
+    seq_lens: Tensor
+    options: AttentionOptions
+    output: OutputSpec
+    scales: ScaleFactors
+    kv_layout: str
+    q_len_per_req: int | None
+    cu_rows: tuple[str, Tensor | None] = ("cum_seq_lens_q", None)
+    mask: Tensor | None = None
+    backend: str = "auto"
+    shared_pages: bool = True
+    context: tuple[ContextShard | None, Tensor | None] = (None, None)
+
+    def execute(self) -> Any:
+        where, query, device = self.where, self.query, self.query.device
+        caches, table = _pages(where, self.kv_cache, self.block_tables, device, self.kv_layout, self.shared_pages)
+        check_dtypes(where, query, *caches)
+        name, indptr = self.cu_rows
+        if indptr is None:
+            q_len = 1 if self.q_len_per_req is None else self.q_len_per_req
+            positive(where, q_len_per_req=q_len)
+            rows = uniform_rows(where, query.shape[0], table.shape[0], q_len, device)
+            added: int | Tensor = q_len
+        else:
+            ranked(where, "query", query, ROWS)
+            q_len, rows = 1, cumulative(where, name, indptr, table.shape[0], "the query", query)
+            added = rows
+        if self.mask is not None:
+            check_tree_mask(where, self.mask, query.shape[0], q_len)
+        positioned = rows is not None or self.options.window_left >= 0
+        return block_table_call(
+            where,
+            (query, *caches),
+            table,
+            self.seq_lens,
+            rows,
+            self.options,
+            self.output,
+            self.scales,
+            kv_layout=self.kv_layout,
+            backend=own_backend(self.backend),
+            tree_mask=self.mask,
+            keys=rank_keys(where, *self.context, added, table.shape[0], device, positioned=positioned),
+        ).execute()
+
+    def execute_by_head(self) -> Any:
+        """With a table and lengths of each KV head, which become requests of their own."""
+        where, query, output = self.where, self.query, self.output
         ranked(where, "query", query, ROWS)
-        q_len, rows = 1, cumulative(where, name, indptr, table.shape[0], "the query", query)
-        added = rows
-    if mask is not None:
-        check_tree_mask(where, mask, query.shape[0], q_len)
-    positioned = rows is not None or options.window_left >= 0
-    keys = rank_keys(where, *context, added, table.shape[0], query.device, positioned=positioned)
-    return block_table_call(
-        where,
-        (query, *caches),
-        table,
-        seq_lens,
-        rows,
-        options,
-        output,
-        scales,
-        kv_layout=kv_layout,
-        backend=own_backend(backend),
-        tree_mask=mask,
-        keys=keys,
-    ).execute()
+        caches = paged(where, self.kv_cache, layout(where, self.kv_layout))
+        tables = HeadTables.of(where, caches, self.block_tables, self.kv_layout, query.device)
+        if query.shape[1] % tables.num_kv_heads:
+            expected = f"a multiple of the {tables.num_kv_heads} KV heads"
+            fail(ShapeError, where, f"query has {query.shape[1]} heads", expected, "correct it")
+        by_head = self.block_tables.shape[:2]
+        if given_tensor(where, "seq_lens", self.seq_lens, query.device).shape != by_head:
+            shown, expected = f"seq_lens is {list(self.seq_lens.shape)}", f"{list(by_head)}, as block_tables"
+            fail(ShapeError, where, shown, expected, "pass lengths of each KV head")
+        output.check(where, query, tables.caches[1].shape[-1])
+        needs_lse = output.needs_lse
+        result = self._replace(
+            query=tables.split(query),
+            kv_cache=tables.caches,
+            block_tables=tables.table,
+            seq_lens=self.seq_lens.reshape(-1),
+            output=OutputSpec(return_lse=needs_lse, dtype=output.dtype),
+        ).execute()
+        out, lse = map(tables.join, result) if needs_lse else (tables.join(result), query)
+        return output.finalize(out, lse, out.dtype)
 
 
 @typed
@@ -243,6 +227,7 @@ def trtllm_batch_decode_with_kv_cache(
             cum_seq_lens_q=cum_seq_lens_q,
             uses_shared_paged_kv_idx=None if uses_shared_paged_kv_idx else False,
             cp_world=None if cp_world == 1 else cp_world,
+            causal_seqlens_kv_global=causal_seqlens_kv_global,
         )
     shard = context_shard(
         where,
@@ -253,7 +238,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if bmm1_scale_log2 is not None:
         bmm1_scale = bmm1_scale_log2.float() * math.log(2)
-    call = (
+    call = _Decode(
         where,
         query,
         kv_cache,
@@ -264,11 +249,13 @@ def trtllm_batch_decode_with_kv_cache(
         ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         kv_layout,
         q_len_per_req,
+        ("cum_seq_lens_q", cum_seq_lens_q),
+        mask,
+        backend,
+        uses_shared_paged_kv_idx,
+        (shard, causal_seqlens_kv_global),
     )
-    if enable_block_sparse_attention:
-        return _block_sparse(*call, backend)
-    ragged, context = ("cum_seq_lens_q", cum_seq_lens_q), (shard, causal_seqlens_kv_global)
-    return _decode(*call, ragged, mask, backend, uses_shared_paged_kv_idx, context)
+    return call.execute_by_head() if enable_block_sparse_attention else call.execute()
 
 
 @typed
@@ -295,7 +282,7 @@ def xqa_batch_decode_with_kv_cache(
     """:func:`trtllm_batch_decode_with_kv_cache` under its other name, layout NHD; ``q_cu_seq_lens`` for ragged rows."""
     where = "xqa_batch_decode_with_kv_cache"
     refuse(where, kv_cache_sf=kv_cache_sf)
-    return _decode(
+    call = _Decode(
         where,
         query,
         kv_cache,
@@ -309,6 +296,7 @@ def xqa_batch_decode_with_kv_cache(
         ("q_cu_seq_lens", q_cu_seq_lens),
         mask,
     )
+    return call.execute()
 
 
 @typed

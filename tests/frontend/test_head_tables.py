@@ -92,7 +92,13 @@ def test_tables_of_kv_heads_compile() -> None:
 
 def test_what_tables_of_kv_heads_do_not_take() -> None:
     s = Sparse(1, kv_layout="HND")
-    for name, value in (("sinks", s.r.sinks), ("window_left", 3), ("uses_shared_paged_kv_idx", False)):
+    for name, value in (
+        ("sinks", s.r.sinks),
+        ("window_left", 3),
+        ("uses_shared_paged_kv_idx", False),
+        ("cp_world", 2),
+        ("causal_seqlens_kv_global", s.lens[0]),
+    ):
         with pytest.raises(errors.UnsupportedError, match=f"{name} is given with enable_block_sparse_attention"):
             s.call(**{name: value})
     with pytest.raises(errors.ShapeError, match=r"block_tables is .*; expected \[2, batch, max_pages_per_request\]"):
