@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import OpCall, prepared, prepared_function
-from attn_ops.errors import PlanError, ShapeError, fail
+from attn_ops.errors import PlanError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
 from attn_ops.frontend.base import graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
@@ -96,7 +96,7 @@ def single_decode_with_kv_cache(
     """
     where = "single_decode_with_kv_cache"
     if q.dim() != 2:
-        fail(ShapeError, where, f"q is {list(q.shape)}", "[num_qo_heads, head_dim]", "pass one query row")
+        fail(ShapeError, where, f"q is {shape_of(q)}", "[num_qo_heads, head_dim]", "pass one query row")
     options = attention_options(
         where,
         pos_encoding_mode=pos_encoding_mode,

@@ -7,6 +7,7 @@ A check raises the same message in eager mode and, from the fake implementation,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -102,3 +103,9 @@ def fail(error: type[AttnOpsError], where: str, what: str, expected: str, fix: s
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as messages name it, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def shape_of(t: torch.Tensor | Iterable[int]) -> str:
+    """The shape of a tensor, or a shape, as messages show it: with numbers also for sizes that a graph leaves open."""
+    sizes = t.shape if isinstance(t, torch.Tensor) else t
+    return "[" + ", ".join([f"{int(size)}" for size in sizes]) + "]"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import prepared_function
-from attn_ops.errors import ArgumentError, ShapeError, fail
+from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
@@ -407,8 +407,8 @@ def flash_attn_combine(
     if out_partial.dim() != 4:
         ranked(where, "out_partial", out_partial, "[sets, batch, seqlen, num_heads, head_dim]")
     if lse_partial.shape != out_partial.shape[:-1]:
-        shown, expected = f"lse_partial is {list(lse_partial.shape)}", f"{list(out_partial.shape[:-1])}, as out_partial"
-        fail(ShapeError, where, shown, expected, "correct it")
+        expected = f"{shape_of(out_partial.shape[:-1])}, as out_partial"
+        fail(ShapeError, where, f"lse_partial is {shape_of(lse_partial)}", expected, "correct it")
     rows_shape = tuple(out_partial.shape[1:-2])
     v, s = out_partial.movedim(0, -3).flatten(0, -4), lse_partial.movedim(0, -2).flatten(0, -3)
     dtype = out_dtype if out_dtype is not None else out_partial.dtype if out is None else out.dtype

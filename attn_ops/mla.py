@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, fail
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
@@ -385,7 +385,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             fail(
                 ShapeError,
                 where,
-                f"the packed query is {list(query.shape)}",
+                f"the packed query is {shape_of(query)}",
                 f"[rows, num_heads, {ckv} + head_dim_kpe]",
                 "pass such a tensor, or the pair (q_nope, q_pe)",
             )

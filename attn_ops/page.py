@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, PageTableError, dtype_name, fail
+from attn_ops.errors import ArgumentError, PageTableError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.plan.page_table import INT32_MAX, index, seen
@@ -41,7 +41,7 @@ def get_batch_indices_positions(
             fail(
                 ArgumentError,
                 where,
-                f"{name} is {dtype_name(buffer.dtype)} {list(buffer.shape)}",
+                f"{name} is {dtype_name(buffer.dtype)} {shape_of(buffer)}",
                 f"int32 [{nnz}]",
                 "pass such a buffer, or none",
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import prepared, prepared_function
-from attn_ops.errors import ShapeError, fail
+from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
@@ -135,7 +135,7 @@ def single_prefill_with_kv_cache(
 def _check_pairs(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:
     """A mask that is not flat has a dimension for query rows, and one for keys."""
     if mask is not None and mask.dim() != 1 and tuple(mask.shape) != (qo_len, kv_len):
-        fail(ShapeError, where, f"custom_mask is {list(mask.shape)}", f"[{qo_len}, {kv_len}], or flat", "reshape it")
+        fail(ShapeError, where, f"custom_mask is {shape_of(mask)}", f"[{qo_len}, {kv_len}], or flat", "reshape it")
 
 
 def single_prefill_with_kv_cache_return_lse(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import CapacityError, DTypeError, OptionError, ShapeError, dtype_name, fail
+from attn_ops.errors import CapacityError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.ops.inductor import mark_static
 from attn_ops.plan.block_sparse import (
     bsr_map,
@@ -78,7 +78,7 @@ def _check(name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dty
         expected = "bool" if torch.bool in dtypes else "an integer dtype"
         fail(DTypeError, "plan", f"{name} is {dtype_name(t.dtype)}", expected, "convert it")
     if tuple(t.shape) != shape:
-        fail(ShapeError, "plan", f"{name} is {list(t.shape)}", f"{list(shape)}", "make the planner for these blocks")
+        fail(ShapeError, "plan", f"{name} is {shape_of(t)}", f"{shape_of(shape)}", "make the planner for these blocks")
 
 
 def _packed_rows(head_dim: int, head_dim_vo: int | None, device: str | torch.device | None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from attn_ops.errors import (
     UnsupportedError,
     dtype_name,
     fail,
+    shape_of,
 )
 from attn_ops.frontend.policy import NEGLIGIBLE, UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
@@ -120,7 +121,7 @@ def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:
 def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
     """``t`` has as many dimensions as ``dims`` names, such as ``"[rows, heads, head_dim]"``."""
     if t.dim() != dims.count(",") + 1:
-        fail(ShapeError, where, f"{name} is {list(t.shape)}", dims, f"reshape {name}")
+        fail(ShapeError, where, f"{name} is {shape_of(t)}", dims, f"reshape {name}")
 
 
 def positive(where: str, **sizes: int) -> None:
@@ -129,7 +130,7 @@ def positive(where: str, **sizes: int) -> None:
         if type(size) is not int:
             integers(where, **{name: size})
         if size < 1:
-            fail(OptionError, where, f"{name} is {size}", "1 or more", "change it")
+            fail(OptionError, where, f"{name} is {int(size)}", "1 or more", "change it")
         if type(size) is int and size > INT32_MAX:
             fail(OptionError, where, f"{name} is {size}", f"at most {INT32_MAX}, an int32", "change it")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, UnsupportedError, fail, shape_of
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked, refuse, required
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
@@ -139,7 +139,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         indptr, indices = index(where, "indptr", indptr), index(where, "indices", indices)
         if indptr.shape[0] != -(-M // R) + 1:
             expected = f"[{-(-M // R) + 1}], one more than the block rows of M {M} and R {R}"
-            fail(ShapeError, where, f"indptr is {list(indptr.shape)}", expected, "make them agree")
+            fail(ShapeError, where, f"indptr is {shape_of(indptr)}", expected, "make them agree")
         check_bsr(where, indptr, indices, N // C, None)
         options = attention_options(
             where,
@@ -259,6 +259,6 @@ def _flat_mask(where: str, mask: Tensor | None, indptr: Tensor, sizes: tuple[int
     blocks = int(steps.sum())
     if mask.shape != (blocks, row_block, col_block):
         expected = f"[{blocks}, {row_block}, {col_block}], a mask for each block"
-        fail(ShapeError, where, f"mask is {list(mask.shape)}", expected, "pass the masks of all blocks")
+        fail(ShapeError, where, f"mask is {shape_of(mask)}", expected, "pass the masks of all blocks")
     missing = -rows % row_block * int(steps[-1]) * col_block
     return convert_bsr_mask_layout(mask, indptr)[: mask.numel() - missing]

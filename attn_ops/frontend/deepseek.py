@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, ShapeError, fail
+from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
@@ -49,11 +49,11 @@ def _decode(
     integers(where, kv_lora_rank=dims[0], qk_rope_head_dim=dims[1])
     rank, form = (4, "[batch, q_len, num_heads, {}]") if cum_seq_lens_q is None else (3, "[rows, num_heads, {}]")
     if query.dim() != rank or query.shape[-1] != sum(dims):
-        fail(ShapeError, where, f"query is {list(query.shape)}", form.format(sum(dims)), "reshape it")
+        fail(ShapeError, where, f"query is {shape_of(query)}", form.format(sum(dims)), "reshape it")
     check_dtypes(where, query, kv_cache)
     flat, (ckv, kpe) = query.flatten(end_dim=-3), latent(where, kv_cache, dims[0])
     if kpe.shape[-1] != dims[1]:
-        fail(ShapeError, where, f"kv_cache is {list(kv_cache.shape)}", f"{sum(dims)} at the end", "correct the sizes")
+        fail(ShapeError, where, f"kv_cache is {shape_of(kv_cache)}", f"{sum(dims)} at the end", "correct the sizes")
     tables = block_table(where, "block_tables", block_tables, query.device)
     if cum_seq_lens_q is None:
         batch, q_len = query.shape[:2]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, ShapeError, fail
+from attn_ops.errors import DeviceError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import given_tensor, positive
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.ops.options import FP8, PAGED_DIMS
@@ -26,7 +26,7 @@ def with_one_table(where: str, caches: Caches, tables: Tensor, device: torch.dev
     tables = given_tensor(where, "block_tables", tables, device)
     if tables.dim() != 3 or tables.shape[1] != 2:
         expected = "[batch, 2, max_pages_per_request], of keys and of values"
-        fail(ShapeError, where, f"block_tables is {list(tables.shape)}", expected, "stack the two tables")
+        fail(ShapeError, where, f"block_tables is {shape_of(tables)}", expected, "stack the two tables")
     tables = as_int32(where, "block_tables", tables).to(device)
     batch, _, width = tables.shape
     found = []
@@ -58,12 +58,12 @@ class HeadTables(NamedTuple):
         _, heads = paged_sizes(where, caches[0], kv_layout)
         positive(where, num_kv_heads=heads, pages=caches[0].shape[0])
         if caches[1].shape[:3] != caches[0].shape[:3]:
-            shown = f"the value cache is {list(caches[1].shape)}"
-            fail(ShapeError, where, shown, f"{list(caches[0].shape[:3])}, as the keys, and a head_dim", "correct it")
+            expected = f"{shape_of(caches[0].shape[:3])}, as the keys, and a head_dim"
+            fail(ShapeError, where, f"the value cache is {shape_of(caches[1])}", expected, "correct it")
         tables = given_tensor(where, "block_tables", tables, device)
         if tables.dim() != 3 or tables.shape[0] != heads:
             expected = f"[{heads}, batch, max_pages_per_request], of each KV head"
-            fail(ShapeError, where, f"block_tables is {list(tables.shape)}", expected, "pass a table of each KV head")
+            fail(ShapeError, where, f"block_tables is {shape_of(tables)}", expected, "pass a table of each KV head")
         tables = as_int32(where, "block_tables", tables).to(device)
         steps = [_heads_apart(cache, head_axis) for cache in caches]
         if steps[0] is None or steps[0] != steps[1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, ShapeError, fail
+from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
 from attn_ops.ops.options import LAYOUTS, PAGED_DIMS
 
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
@@ -21,7 +21,7 @@ def paged(where: str, cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor
             fail(
                 ShapeError,
                 where,
-                f"the KV cache is one tensor {list(cache.shape)}",
+                f"the KV cache is one tensor {shape_of(cache)}",
                 "[pages, 2, ...] of 5 dimensions, or of 4 for page size 1",
                 "pass such a tensor, or the pair (k_cache, v_cache)",
             )
@@ -45,7 +45,7 @@ def _with_page(cache: Tensor, kv_layout: str) -> Tensor:
 def paged_sizes(where: str, cache: Tensor, kv_layout: str) -> tuple[int, int]:
     """``(page_size, num_kv_heads)`` of a 4-D cache."""
     if cache.dim() != 4:
-        fail(ShapeError, where, f"a KV cache is {list(cache.shape)}", LAYOUTS[kv_layout], "view it so")
+        fail(ShapeError, where, f"a KV cache is {shape_of(cache)}", LAYOUTS[kv_layout], "view it so")
     token, head = PAGED_DIMS[kv_layout]
     return cache.shape[token], cache.shape[head]
 
@@ -65,7 +65,7 @@ def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Te
         fail(
             ShapeError,
             where,
-            f"the packed MLA cache is {list(cache.shape)}",
+            f"the packed MLA cache is {shape_of(cache)}",
             f"[pages, page_size, {head_dim_ckv} + head_dim_kpe]",
             "pass such a tensor, or the pair (ckv_cache, kpe_cache)",
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail
+from attn_ops.errors import DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import computed_dtype, finite, ranked
 from attn_ops.ops.options import FP8
 
@@ -55,7 +55,7 @@ class GroupScales(NamedTuple):
             fail(
                 ShapeError,
                 where,
-                f"Invalid shape of ckv_scale_arr: {list(ckv_scale_arr.shape)} for a cache {list(ckv_cache.shape)}",
+                f"Invalid shape of ckv_scale_arr: {shape_of(ckv_scale_arr)} for a cache {shape_of(ckv_cache)}",
                 f"[pages, page_size, ckv / {SCALE_GROUP}]",
                 f"pass a scale for every token and {SCALE_GROUP} columns",
             )

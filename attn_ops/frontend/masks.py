@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, CapacityError, DTypeError, ShapeError, dtype_name, fail
+from attn_ops.errors import ArgumentError, CapacityError, DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import required
 from attn_ops.plan.page_table import PageTable, real
 from attn_ops.plan.state import PrefillPlan
@@ -113,8 +113,8 @@ def _check(
     if mask.dtype not in dtypes:
         fail(DTypeError, where, f"{name} is {dtype_name(mask.dtype)}", dtype_name(dtypes[0]), "convert it")
     if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
-        expected = f"{'one dimension' if length is None else [length]}, {meaning}"
-        fail(ShapeError, where, f"{name} is {list(mask.shape)}", expected, "make it of that length")
+        expected = f"{'one dimension' if length is None else shape_of([length])}, {meaning}"
+        fail(ShapeError, where, f"{name} is {shape_of(mask)}", expected, "make it of that length")
 
 
 TREE_MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)
@@ -135,7 +135,7 @@ def check_tree_mask(where: str, mask: Tensor, rows: int, q_len: int = 1) -> None
         fail(
             ShapeError,
             where,
-            f"mask is {list(mask.shape)}, of {bits} bits per row",
+            f"mask is {shape_of(mask)}, of {bits} bits per row",
             f"[{rows}, words] or [batch, rows of a request, words], with a bit for each row of a request",
             "make it of that shape",
         )

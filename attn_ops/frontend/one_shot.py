@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall, Unplanned
-from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, fail
+from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
@@ -56,7 +56,7 @@ def lengths(
     """
     t = given_tensor(where, name, t, device)
     if t.numel() != batch:
-        fail(ShapeError, where, f"{name} is {list(t.shape)}", f"[{batch}], one per request", "correct it")
+        fail(ShapeError, where, f"{name} is {shape_of(t)}", f"[{batch}], one per request", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")
     if t.dtype == torch.uint32:
@@ -108,7 +108,7 @@ def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -
     """int32 ``[batch, max_pages_per_request]`` of any integer dtype."""
     t = given_tensor(where, name, t, device)
     if t.dim() != 2:
-        fail(ShapeError, where, f"{name} is {list(t.shape)}", "[batch, max_pages_per_request]", "reshape it")
+        fail(ShapeError, where, f"{name} is {shape_of(t)}", "[batch, max_pages_per_request]", "reshape it")
     return as_int32(where, name, t).to(device).contiguous()
 
 

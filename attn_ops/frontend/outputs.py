@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, dtype_name, fail
+from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype
 from attn_ops.ops.options import FP8
 from attn_ops.symbolic_sizes import guard_or_false
@@ -135,9 +135,7 @@ def check_buffer(
 ) -> None:
     """Raise unless a buffer of the caller is of this shape and dtype, on the query's device, and not expanded."""
     if tuple(buffer.shape) != tuple(shape):
-        fail(
-            ShapeError, where, f"{name} is {list(buffer.shape)}", f"{list(shape)}", f"pass such a buffer, or no {name}"
-        )
+        fail(ShapeError, where, f"{name} is {shape_of(buffer)}", shape_of(shape), f"pass such a buffer, or no {name}")
     if buffer.dtype != dtype or not buffer.is_floating_point():
         fail(
             DTypeError,

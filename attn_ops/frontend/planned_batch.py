@@ -168,7 +168,7 @@ class RowsOfCall(NamedTuple):
         self.planned.check_tensors(call)
         rows, needed = call.tensors[0].shape[0], self.batch * self.rows
         if rows != needed:
-            expected = f"{needed}{_rows_of_a_request(self.rows)}"
+            expected = f"{int(needed)}{_rows_of_a_request(self.rows)}"
             fail(ShapeError, call.where, f"q has {rows} rows", expected, "correct q or q_len_per_req")
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
@@ -190,4 +190,4 @@ def _check_dtype(where: str, name: str, t: Tensor, planned: torch.dtype) -> None
 
 
 def _rows_of_a_request(rows: int | None) -> str:
-    return "" if rows is None or rows == 1 else f", q_len_per_req {rows} of each request"
+    return "" if rows is None or rows == 1 else f", q_len_per_req {int(rows)} of each request"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError, fail
+from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
     DType,
     as_sinks,
@@ -130,7 +130,7 @@ class _Decode(NamedTuple):
             fail(ShapeError, where, f"query has {query.shape[1]} heads", expected, "correct it")
         by_head = self.block_tables.shape[:2]
         if given_tensor(where, "seq_lens", self.seq_lens, query.device).shape != by_head:
-            shown, expected = f"seq_lens is {list(self.seq_lens.shape)}", f"{list(by_head)}, as block_tables"
+            shown, expected = f"seq_lens is {shape_of(self.seq_lens)}", f"{shape_of(by_head)}, as block_tables"
             fail(ShapeError, where, shown, expected, "pass lengths of each KV head")
         output.check(where, query, tables.caches[1].shape[-1])
         needs_lse = output.needs_lse

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail
+from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked
 from attn_ops.frontend.outputs import OutputSpec, check_buffer
 from attn_ops.frontend.paged import forward_changes
@@ -75,7 +75,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         for name, t, blocks in (("block_row_sz", block_row_sz, rows), ("block_col_sz", block_col_sz, cols)):
             if tuple(t.shape) != (heads, blocks):
                 expected = f"[{heads}, {blocks}] as in block_mask_map"
-                fail(ShapeError, where, f"{name} is {list(t.shape)}", expected, "make the two agree")
+                fail(ShapeError, where, f"{name} is {shape_of(t)}", expected, "make the two agree")
             if t.dtype not in INTEGERS:
                 fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "an integer dtype", "convert it")
         positive(where, num_kv_heads=num_kv_heads, num_qo_heads=num_qo_heads)
@@ -190,7 +190,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             ):
                 if tuple(t.shape) != tuple(wanted):
                     fix = "call plan() for these sizes first"
-                    fail(ShapeError, where, f"{name} is {list(t.shape)}", f"{list(wanted)} as planned", fix)
+                    fail(ShapeError, where, f"{name} is {shape_of(t)}", f"{shape_of(wanted)} as planned", fix)
         q, k = self._rotated(where, q, k, changes, "HND")
         output = OutputSpec(return_lse=return_lse or lse is not None)
         call = self._call(where, fold_heads(q, k, v), output, ScaleFactors(), **changes)

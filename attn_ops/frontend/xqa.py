@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
@@ -31,7 +31,7 @@ def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
         fail(
             ShapeError,
             where,
-            f"q is {list(q.shape)}",
+            f"q is {shape_of(q)}",
             "[batch, heads, dim], [batch, 1, heads, dim] or [batch, 1, q_seq_len, heads, dim]",
             "reshape it",
         )
@@ -167,7 +167,7 @@ def xqa_mla(
     if cache.dim() == 2 and page_size and cache.shape[0] % page_size == 0:
         cache = cache.unflatten(0, (-1, page_size))
     if cache.dim() != 3 or cache.shape[2] <= ckv:
-        fail(ShapeError, where, f"k_cache is {list(k_cache.shape)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
+        fail(ShapeError, where, f"k_cache is {shape_of(k_cache)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
     if real(k_cache) and v_cache.data_ptr() != k_cache.data_ptr():
         fail(
             UnsupportedError,

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, GradientError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, GradientError, UnsupportedError, fail, shape_of
 from attn_ops.integrations.transformers_masks import WHERE
 
 REFUSED = {
@@ -49,7 +49,7 @@ def refuse_mask(mask: Any) -> NoReturn:
             "the result of the registered mask function, without which padding would be attended to",
             "register both functions, with attn_ops.integrations.transformers.register()",
         )
-    shown = f"{list(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
+    shown = f"{shape_of(mask)}, {mask.dtype}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
     raise UnsupportedError(
         f"{WHERE}: attention_mask is {shown}, which is not supported: pass a mask [batch, tokens] of ones after zeros, "
         "or use attn_implementation='sdpa' for masks of other forms"

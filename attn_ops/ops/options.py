@@ -125,7 +125,8 @@ class Bound(NamedTuple):
         elif self.integer:
             (value,) = integers(where, **{name: value})
         if not self.holds(value):
-            fail(OptionError, where, f"{name} is {value!r}", self.expected, "change it")
+            number = int(value) if self.integer else float(value)  # a graph's symbol is shown as its number
+            fail(OptionError, where, f"{name} is {number!r}", self.expected, "change it")
         return value
 
 

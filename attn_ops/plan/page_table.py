@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail
+from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import check_entries, check_indptr
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -148,7 +148,7 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
     if not isinstance(t, Tensor):
         fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "an int32 tensor", "make a tensor of it")
     if t.dim() != 1:
-        fail(ShapeError, where, f"{name} is {list(t.shape)}", "one dimension", f"reshape {name}")
+        fail(ShapeError, where, f"{name} is {shape_of(t)}", "one dimension", f"reshape {name}")
     return as_int32(where, name, t)
 
 
@@ -179,7 +179,7 @@ def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: 
         fail(
             ShapeError,
             where,
-            f"{name} is {list(indptr.shape)}",
+            f"{name} is {shape_of(indptr)}",
             f"[{batch + 1}], for the {batch} requests of the batch",
             "make the two agree",
         )

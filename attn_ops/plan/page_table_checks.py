@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attn_ops.errors import CapacityError, PageTableError, ShapeError, fail
+from attn_ops.errors import CapacityError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.plan.state import PlanProblem
 
 
 def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool = False) -> None:
     """``indptr [batch + 1]`` starts at 0 and never decreases. ``later`` requests of a batch may start above 0."""
     if indptr.dim() != 1 or not indptr.numel():
-        fail(ShapeError, where, f"{name} is {list(indptr.shape)}", "[batch + 1]", "pass cumulative lengths")
+        fail(ShapeError, where, f"{name} is {shape_of(indptr)}", "[batch + 1]", "pass cumulative lengths")
     values = indptr.tolist()
     if values[0] and not (later and values[0] > 0):
         fail(
@@ -41,7 +41,7 @@ def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool 
 def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") -> None:
     """A valid ``kv_indptr`` ends within ``kv_indices``, a vector."""
     if kv_indices.dim() != 1:
-        fail(ShapeError, where, f"kv_indices is {list(kv_indices.shape)}", "[pages]", "pass a vector of page numbers")
+        fail(ShapeError, where, f"kv_indices is {shape_of(kv_indices)}", "[pages]", "pass a vector of page numbers")
     used = int(kv_indptr[-1])
     if used > kv_indices.shape[0]:
         fail(
@@ -72,7 +72,7 @@ def check_pages(
         fail(
             ShapeError,
             "plan",
-            f"kv_last_page_len is {list(last.shape)}",
+            f"kv_last_page_len is {shape_of(last)}",
             f"[{len(pages)}], one per request as in kv_indptr",
             "make the two agree",
         )

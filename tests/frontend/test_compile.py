@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import pytest
@@ -325,3 +327,63 @@ def test_wrapper_run_with_inductor() -> None:
     _decode(r, wrapper, q_data_type="float32")
     step = torch.compile(lambda q, cache: wrapper.run(q, cache), fullgraph=True)
     r.expected().check(step(r.q, r.cache("tensor")))
+
+
+def _ragged(rows: int, out_rows: int, window_left: int, *, wrapper: Any) -> tuple[Any, ...]:
+    """Arguments of run() for a batch of one request, which is planned."""
+    indptr = torch.tensor([0, rows])
+    wrapper.plan(indptr, indptr, 4, 2, 32, causal=True, q_data_type=torch.float32)
+    q, k, v = (torch.randn(rows, heads, 32) for heads in (4, 2, 2))
+    return q, k, v, torch.empty(out_rows, 4, 32), window_left
+
+
+def _masked(rows: int, keys: int, masked: int) -> tuple[Any, ...]:
+    return torch.randn(rows, 4, 32), torch.randn(keys, 2, 32), torch.randn(keys, 2, 32), torch.ones(masked).bool()
+
+
+def _decoded(batch: int, rows: int, pages: int, *, wrapper: Any) -> tuple[Any, ...]:
+    indptr = torch.arange(batch + 1)
+    wrapper.plan(indptr, indptr[:-1], torch.full((batch,), 4), 4, 2, 32, 4, q_data_type=torch.float32)
+    return torch.randn(batch * rows, 4, 32), torch.randn(pages, 2, 4, 2, 32), rows
+
+
+RAGGED = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+DECODE = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "good", "bad"),
+    [
+        (
+            lambda q, k, v, out, window: RAGGED.run(q, k, v, out=out, window_left=window),
+            functools.partial(_ragged, wrapper=RAGGED),
+            [(n, n, n) for n in (2, 3, 4)],
+            {"out is [6, 4, 32]; expected [5, 4, 32]": (5, 6, 5), "window_left is -2; expected 0 or more": (5, 5, -2)},
+        ),
+        (
+            lambda q, k, v, mask: flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask),
+            _masked,
+            [(n, n + 3, n * (n + 3)) for n in (2, 3, 4)],
+            {"custom_mask is [45]; expected [40], one for every pair": (5, 8, 45)},
+        ),
+        (
+            lambda q, cache, rows: DECODE.run(q[:-1] if rows == 6 else q, cache, q_len_per_req=rows),
+            functools.partial(_decoded, wrapper=DECODE),
+            [(n, n, 20 + n) for n in (2, 3, 4)],
+            {"q has 29 rows; expected 30, q_len_per_req 6 of each request": (5, 6, 40)},
+        ),
+    ],
+    ids=["ragged", "mask", "decode"],
+)
+def test_errors_show_numbers_where_a_graph_has_symbols(
+    function: Any, arguments: Any, good: list[tuple[int, ...]], bad: dict[str, tuple[int, ...]]
+) -> None:
+    """Calls of several sizes leave these open in the graph. The message of a bad call is the eager one."""
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    for sizes in good:
+        compiled(*arguments(*sizes))
+    for message, sizes in bad.items():
+        given = arguments(*sizes)
+        for run in (function, compiled):
+            with pytest.raises(Exception, match=re.escape(message)):
+                run(*given)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail
+from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, refuse_listed, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
@@ -163,7 +163,7 @@ class Descales(NamedTuple):
                 scale = scale[(0,) * scale.dim()]
             elif isinstance(scale, Tensor) and tuple(scale.shape) != (requests, num_kv_heads):
                 expected = f"one value, or {[requests, num_kv_heads]}: one per request and KV head"
-                fail(ShapeError, where, f"{name} is {list(scale.shape)}", expected, "correct it")
+                fail(ShapeError, where, f"{name} is {shape_of(scale)}", expected, "correct it")
             _check_positive(where, name, scale)
             logits[name] = scale
             if not isinstance(scale, Tensor) or scale.dim() == 0:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, ShapeError, UnsupportedError, fail, shape_of
 from attn_ops.frontend.arguments import ranked, required
 from attn_ops.frontend.flash.calls import DENSE, VARLEN
 from attn_ops.ops.options import AttentionOptions
@@ -68,7 +68,7 @@ def check_latent(
             "no window on the right; pass causal=True or a right side of -1"
         )
     if qv.shape[:-1] != q.shape[:-1]:
-        fail(ShapeError, where, f"qv is {list(qv.shape)}", f"{[*q.shape[:-1], 'head_dim_v']}, as q", "correct it")
+        fail(ShapeError, where, f"qv is {shape_of(qv)}", f"{shape_of(q.shape[:-1])} and head_dim_v, as q", "correct it")
     for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
         if cache.shape[2] != 1:
             fail(
@@ -98,5 +98,5 @@ def new_tokens(
         ranked(where, name, t, DENSE if cu_seqlens_k_new is None else VARLEN)
         if cu_seqlens_k_new is None and (t.shape[0] != requests or t.shape[1] != k.shape[1]):
             expected = f"[{requests}, {k.shape[1]}, ...], with the requests of q and the tokens of k"
-            fail(ShapeError, where, f"{name} is {list(t.shape)}", expected, "make them agree")
+            fail(ShapeError, where, f"{name} is {shape_of(t)}", expected, "make them agree")
     return (k, v) if cu_seqlens_k_new is not None else (k.flatten(0, 1), v.flatten(0, 1))

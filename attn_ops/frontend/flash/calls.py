@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import OpCall
-from attn_ops.errors import DTypeError, ShapeError, fail
+from attn_ops.errors import DTypeError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
@@ -110,14 +110,14 @@ def with_latents(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None)
     if qv is None:
         return q, k
     if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1]:
-        expected = f"{[*q.shape[:-1], v.shape[-1]]}, as q and the head dim of v"
-        fail(ShapeError, where, f"qv is {list(qv.shape)}", expected, "correct it")
+        expected = f"{shape_of([*q.shape[:-1], v.shape[-1]])}, as q and the head dim of v"
+        fail(ShapeError, where, f"qv is {shape_of(qv)}", expected, "correct it")
     for name, part, whole in (("qv", qv, q), ("v", v, k)):
         if part.dtype != whole.dtype:
             expected = f"{whole.dtype}, as {'q' if whole is q else 'k'}"
             fail(DTypeError, where, f"{name} is {part.dtype} with qv", expected, "convert it")
     if v.shape[:-1] != k.shape[:-1]:
-        fail(ShapeError, where, f"v is {list(v.shape)}", f"{[*k.shape[:-1], v.shape[-1]]}, as k", "correct it")
+        fail(ShapeError, where, f"v is {shape_of(v)}", f"{shape_of([*k.shape[:-1], v.shape[-1]])}, as k", "correct it")
     return torch.cat((q, qv), -1), torch.cat((k, v), -1)
 
 
@@ -155,7 +155,7 @@ def dense_attention(
             fail(
                 ShapeError,
                 where,
-                f"{name} is {list(t.shape)}",
+                f"{name} is {shape_of(t)}",
                 f"[{batch}, {kv_len}, ...], with the batch of q and the length of k",
                 "make them agree",
             )
@@ -220,5 +220,5 @@ def unpack(where: str, name: str, packed: Tensor, parts: int, dims: str) -> tupl
     """Views of ``packed [..., parts, heads, head_dim]``."""
     ranked(where, name, packed, dims)
     if packed.shape[-3] != parts:
-        fail(ShapeError, where, f"{name} is {list(packed.shape)}", dims, f"stack {parts} tensors in dimension -3")
+        fail(ShapeError, where, f"{name} is {shape_of(packed)}", dims, f"stack {parts} tensors in dimension -3")
     return packed.unbind(-3)

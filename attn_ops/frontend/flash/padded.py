@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.prepared_call import OpCall
-from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail
+from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.frontend.flash.calls import FlashCall, requests_of
 from attn_ops.frontend.one_shot import lengths
 from attn_ops.ops.options import FP8
@@ -60,7 +60,7 @@ class Used(NamedTuple):
         (first, of), *_ = tensors.items()
         for name, t in tensors.items():
             if t is not None and t.shape[:1] != of.shape[:1]:
-                fail(ShapeError, where, f"{name} is {list(t.shape)}", f"{of.shape[0]} tokens, as {first}", "correct it")
+                fail(ShapeError, where, f"{name} is {shape_of(t)}", f"{of.shape[0]} tokens, as {first}", "correct it")
             if t is not None and t.device != of.device:
                 fail(DeviceError, where, f"{name} is on {t.device}", f"{of.device}, where {first} is", "move it")
         return tuple(None if t is None else t[self.source] for t in tensors.values())

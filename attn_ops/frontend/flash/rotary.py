@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, DTypeError, GradientError, PageTableError, ShapeError, dtype_name, fail
+from attn_ops.errors import (
+    ArgumentError,
+    DTypeError,
+    GradientError,
+    PageTableError,
+    ShapeError,
+    dtype_name,
+    fail,
+    shape_of,
+)
 from attn_ops.plan.page_table import seen
 
 
@@ -37,7 +46,7 @@ class Rotary(NamedTuple):
                 fail(
                     ShapeError,
                     where,
-                    f"{name} is {list(t.shape)}",
+                    f"{name} is {shape_of(t)}",
                     f"[max_position, rotary_dim / 2] with rows, rotary_dim at most {head_dim}, of both tables",
                     "correct it",
                 )
