@@ -125,8 +125,9 @@ class Bound(NamedTuple):
         elif self.integer:
             (value,) = integers(where, **{name: value})
         if not self.holds(value):
-            number = int(value) if self.integer else float(value)  # a graph's symbol is shown as its number
-            fail(OptionError, where, f"{name} is {number!r}", self.expected, "change it")
+            if not isinstance(value, str):  # a graph's symbol is shown as its number
+                value = int(value) if self.integer else float(value)
+            fail(OptionError, where, f"{name} is {value!r}", self.expected, "change it")
         return value
 
 
