@@ -33,7 +33,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import RunWithLse
-from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions, bounded
+from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, bounded, softmax_scale
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
@@ -60,7 +60,7 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
             "a number",
             "pass sm_scale, 1 / sqrt of the key's width before absorption",
         )
-    return MLA_SM_SCALE
+    return softmax_scale(None, MLA_SCALE_DIM)
 
 
 class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):

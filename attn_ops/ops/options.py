@@ -99,8 +99,8 @@ MAX_WINDOW = (1 << 30) - 1
 MIN_SCALAR, MAX_SCALAR, _RANGE = 2.0**-126, 2.0**126, "2^-126 to 2^126"
 """Range of positive scalars: kernels compute with them, their inverses and their products with log2(e) in float32."""
 
-MLA_DIMS, MLA_SM_SCALE = (512, 64), 1 / math.sqrt(128 + 64)
-"""The MLA head that has a default scale, and a CUDA kernel: its keys are 128 + 64 wide before they are absorbed."""
+MLA_DIMS, MLA_SCALE_DIM = (512, 64), 128 + 64
+"""The MLA head that has a CUDA kernel and a default scale: by the width of its keys before they are absorbed."""
 
 MLA_HEAD_DIMS = (sum(MLA_DIMS), MLA_DIMS[0])
 """Its ``(head_dim_qk, head_dim_vo)``."""

@@ -14,7 +14,7 @@ from attn_ops.kernels.triton.prefill_call import plan_arguments
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SM_SCALE, AttentionOptions
+from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, softmax_scale
 from attn_ops.ops.unsupported import CUDA_MLA_KERNELS, CUDA_MLA_PAGE, CUDA_MLA_SWAPPED_ROWS
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, max_work_items, num_partials
@@ -179,7 +179,7 @@ def batch_mla(
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
         **plan_arguments(p),
-        scale=MLA_SM_SCALE if o.sm_scale is None else o.sm_scale,
+        scale=softmax_scale(o.sm_scale, MLA_SCALE_DIM),
         rows=rows,
         num_pages=ckv_cache.shape[0],
         stride_q_row=q_nope.stride(0),

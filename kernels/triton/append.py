@@ -9,6 +9,8 @@ from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attn_ops.ops.options import PAGED_DIMS
+
 BLOCK_TOKENS = 2
 """Tokens of a program. Their page numbers take three loads in a row, each of which needs the one before."""
 
@@ -140,7 +142,7 @@ def append_kv(
     *,
     kv_layout: str = "NHD",
 ) -> None:
-    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    token, head = PAGED_DIMS[kv_layout]
     _append(
         (k, v),
         (k_cache, v_cache),

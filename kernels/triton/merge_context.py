@@ -24,7 +24,7 @@ import triton.language as tl
 from attn_ops.kernels.triton.indexing import padded
 from attn_ops.kernels.triton.launch import DEFAULT_OPTIONS, Options, launch, supports_pdl
 from attn_ops.kernels.triton.merge_states import merge_update, store_merged
-from attn_ops.kernels.triton.softmax import add_sink
+from attn_ops.kernels.triton.softmax import LOG2E, add_sink
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -39,8 +39,6 @@ LANES = tl.constexpr(32 * DEFAULT_OPTIONS.num_warps)
 
 With fewer lanes, two threads would read the same word, and could see different values of it.
 """
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def buffer_bytes(ctas: int, world: int, half_bytes: int) -> int:
