@@ -1,8 +1,9 @@
 """A dynamic cache of transformers that grows in place.
 
 ``DynamicLayer`` concatenates: each step copies all keys and values of the layer, to memory of other sizes and strides.
-The layer here writes new tokens behind the old ones, into a buffer with room, and its keys and values are views of that
-buffer. Their strides stay the same while there is room, so that a step makes the calls of the step before.
+The layer here writes new tokens behind the old ones, into a buffer of larger capacity, and its keys and values are
+views of that buffer. Their strides stay the same while it is large enough, so that a step makes the calls of the step
+before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from attn_ops.eager.interposition import is_traced
 
-ROOM = 128
+CAPACITY_STEP = 128
 """Tokens that the size of a buffer is a multiple of."""
 
 
@@ -39,17 +40,17 @@ def grow_in_place(cache_class: Any, layer_class: Any, implementations: Container
 
 
 class Buffer:
-    """Memory ``[batch, num_kv_heads, room, head_dim]`` of a layer's keys or values.
+    """Memory ``[batch, num_kv_heads, capacity, head_dim]`` of a layer's keys or values.
 
     view  the tokens in use, as they were last returned
     """
 
     def __init__(self, held: Tensor, new: Tensor, length: int) -> None:
-        """With the ``length`` tokens that are ``held``, and room for ``new`` ones and more."""
+        """With the ``length`` tokens that are ``held``, and capacity for ``new`` ones and more."""
         batch, heads, rows, head_dim = new.shape
         least = length + rows + (length + rows) // 8  # in proportion, so that each token is copied a few times at most
-        self.memory = new.new_empty((batch, heads, (least // ROOM + 1) * ROOM, head_dim))
-        self.room, self.sizes, self.strides = self.memory.shape[2], (batch, heads, head_dim), self.memory.stride()
+        self.memory = new.new_empty((batch, heads, (least // CAPACITY_STEP + 1) * CAPACITY_STEP, head_dim))
+        self.capacity, self.sizes, self.strides = self.memory.shape[2], (batch, heads, head_dim), self.memory.stride()
         if length:
             self.tokens(0, length).copy_(held)
         self.view = held
@@ -75,7 +76,7 @@ class Buffer:
 
 def _growing(layer_class: Any) -> Any:
     class GrowingLayer(layer_class):
-        """Keys and values ``[batch, num_kv_heads, tokens, head_dim]`` are views of ``buffers`` with room for more."""
+        """Keys and values ``[batch, num_kv_heads, tokens, head_dim]`` are views of ``buffers`` of larger capacity."""
 
         keys: Any
         values: Any
@@ -87,18 +88,18 @@ def _growing(layer_class: Any) -> Any:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             length, rows = self.keys.shape[-2] if self.keys.dim() > 1 else 0, key_states.shape[-2]
-            if self.buffers is None or not self._has_room(key_states, value_states, length + rows):
+            if self.buffers is None or not self._has_capacity(key_states, value_states, length + rows):
                 k = Buffer(self.keys, key_states, length)
                 self.buffers = k, Buffer(self.values, value_states, length)
             k, v = self.buffers
             self.keys, self.values = k.append(key_states, length, rows), v.append(value_states, length, rows)
             return self.keys, self.values
 
-        def _has_room(self, key_states: Tensor, value_states: Tensor, tokens: int) -> bool:
-            """Whether the buffers hold the keys and values, and have room for so many ``tokens``."""
+        def _has_capacity(self, key_states: Tensor, value_states: Tensor, tokens: int) -> bool:
+            """Whether the buffers hold the keys and values, and have capacity for ``tokens`` tokens."""
             assert self.buffers is not None
             k, v = self.buffers
-            if tokens > k.room or k.memory.is_inference() != torch.is_inference_mode_enabled():
+            if tokens > k.capacity or k.memory.is_inference() != torch.is_inference_mode_enabled():
                 return False
             if self.keys is k.view and self.values is v.view:
                 return True

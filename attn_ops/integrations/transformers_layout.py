@@ -46,8 +46,8 @@ class Layout(NamedTuple):
         # A kernel for CUDA is compiled for the page size, which is that of the cache if its requests are pages.
         any_size = query.is_cuda and query.shape[2] == 1 and qv is None
         if kind.padded or not kind.partial or any_size:
-            view, room, apart = _token_pages(*caches)
-            places = Places(begin if kind.padded else None, room, apart)
+            view, capacity, request_stride = _token_pages(*caches)
+            places = Places(begin if kind.padded else None, capacity, request_stride)
         made, lease = plan(query, caches, qv, places, keywords)
         return cls(view, keywords | made, False, lease)
 
@@ -88,19 +88,21 @@ def _dense(key: Tensor, value: Tensor) -> Caches:
 
 
 def _token_pages(key: Tensor, value: Tensor) -> tuple[View, int, int]:
-    """The view of caches as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``, and ``room`` and ``apart`` of
-    :class:`Places`."""
-    apart = _tokens_apart(key)
-    if apart is None or apart != _tokens_apart(value):
-        view, room, apart = _token_pages(key.contiguous(), value.contiguous())
-        return lambda key, value: view(key.contiguous(), value.contiguous()), room, apart
+    """The view of caches as pages of one token, ``[pages, 1, num_kv_heads, head_dim]``.
+
+    With it ``capacity`` and ``request_stride`` of :class:`Places`.
+    """
+    request_stride = _request_stride(key)
+    if request_stride is None or request_stride != _request_stride(value):
+        view, capacity, request_stride = _token_pages(key.contiguous(), value.contiguous())
+        return lambda key, value: view(key.contiguous(), value.contiguous()), capacity, request_stride
     # No copy: pages of other heads or requests lie between those of a request.
-    room = min(_room(key), _room(value))
-    number = (key.shape[0] - 1) * apart + room
+    capacity = min(_capacity(key), _capacity(value))
+    number = (key.shape[0] - 1) * request_stride + capacity
     k_form, v_form = (
         ((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1)) for t in (key, value)
     )
-    return lambda key, value: (key.as_strided(*k_form), value.as_strided(*v_form)), room, apart
+    return lambda key, value: (key.as_strided(*k_form), value.as_strided(*v_form)), capacity, request_stride
 
 
 def _pages_of_heads(key: Tensor, value: Tensor) -> Caches:
@@ -112,16 +114,16 @@ def _reshaped(key: Tensor, value: Tensor) -> Caches:
     return k, v
 
 
-def _tokens_apart(t: Tensor) -> int | None:
+def _request_stride(t: Tensor) -> int | None:
     """Tokens in memory from one request to the next, None if that is no whole number."""
     batch, token = t.stride(0), t.stride(2)
     return batch // token if t.stride(3) == 1 and token > 0 and batch % token == 0 else None
 
 
-def _room(t: Tensor) -> int:
+def _capacity(t: Tensor) -> int:
     """Tokens that each head has memory for: more than those in the view of a cache that grows in place."""
     batch, heads, tokens, head_dim = t.shape
-    room = t.stride(1) // t.stride(2)
-    last = (batch - 1) * t.stride(0) + (heads - 1) * t.stride(1) + (room - 1) * t.stride(2) + head_dim
+    capacity = t.stride(1) // t.stride(2)
+    last = (batch - 1) * t.stride(0) + (heads - 1) * t.stride(1) + (capacity - 1) * t.stride(2) + head_dim
     in_storage = (t.storage_offset() + last) * t.itemsize <= t.untyped_storage().nbytes()
-    return room if room > tokens and in_storage else tokens
+    return capacity if capacity > tokens and in_storage else tokens

@@ -236,10 +236,10 @@ def _shows_all(given: Tensor, total: int | Tensor, kv_offset: int) -> bool:
     """Whether ``given [batch, tokens]`` hides no token, as in most steps. Traced, that is not known."""
     if is_traced():
         return False
-    room = given.shape[1] - kv_offset
+    columns = given.shape[1] - kv_offset
     if isinstance(total, int):
-        return total <= room and bool(given.all())
-    return bool(given.all() & (total <= room))
+        return total <= columns and bool(given.all())
+    return bool(given.all() & (total <= columns))
 
 
 def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: int) -> tuple[Tensor, Tensor, bool]:

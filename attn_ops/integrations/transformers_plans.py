@@ -32,23 +32,23 @@ MAX_SIZES = 16
 class Places(NamedTuple):
     """Where the tokens of requests are in memory, as pages of one token.
 
-    begin  int32 ``[batch]``: the first key of each request; None for 0
-    room   tokens of a request
-    apart  tokens from one request to the next
+    begin           int32 ``[batch]``: the first key of each request; None for 0
+    capacity        tokens of a request
+    request_stride  tokens from one request to the next
     """
 
     begin: Tensor | None
-    room: int
-    apart: int
+    capacity: int
+    request_stride: int
 
     def table(self, batch: int, device: torch.device) -> Tensor:
         """int32 ``[batch, tokens]``, from the first key on. Pages behind the last key are any."""
         eager = device.type == "cuda" and not is_traced()
-        width = -(-self.room // WIDTH) * WIDTH if eager else self.room
+        width = -(-self.capacity // WIDTH) * WIDTH if eager else self.capacity
         tokens = torch.arange(width, dtype=torch.int32, device=device)
         tokens = tokens[None] if self.begin is None else tokens + self.begin[:, None]
         requests = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-        return tokens.clamp(max=self.room - 1) + requests * self.apart
+        return tokens.clamp(max=self.capacity - 1) + requests * self.request_stride
 
 
 Free = list[tuple[SchedulerMetadata, Tensor]]

@@ -40,14 +40,14 @@ def _copy_page_table(
     plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indices: Tensor, last: Tensor, page_size: int, most_pages: int
 ) -> tuple[list[int], list[int]]:
     """Write the page table: where the pages of each request begin, and the tokens of each request."""
-    starts, last_page, room = kv_indptr.tolist(), last.tolist(), plan.kv_len.shape[0]
+    starts, last_page, max_batch = kv_indptr.tolist(), last.tolist(), plan.kv_len.shape[0]
     bounds = [min(max(start, 0), most_pages) for start in starts]
-    lengths = [0] * room
+    lengths = [0] * max_batch
     for b, tokens in enumerate(last_page):
         pages = bounds[b + 1] - bounds[b]
         if pages > 0:
             lengths[b] = (pages - 1) * page_size + min(max(tokens, 1), page_size)
-    starts += starts[-1:] * (room + 1 - len(starts))
+    starts += starts[-1:] * (max_batch + 1 - len(starts))
     _fill(plan.kv_indptr, starts)
     _fill(plan.kv_len, lengths)
     plan.kv_indices[: kv_indices.shape[0]] = kv_indices
@@ -103,10 +103,10 @@ def plan_prefill(
         return
     pages = p.kv_indices.shape[0] or INT32_MAX
     starts, lengths = _copy_page_table(p, kv_indptr, kv_indices, kv_last_page_len, problem.page_size, pages)
-    capacity, room, tile_rows = p.work.shape[0], len(lengths), problem.tile_rows
-    max_rows = (capacity - room) * tile_rows
+    capacity, max_batch, tile_rows = p.work.shape[0], len(lengths), problem.tile_rows
+    max_rows = (capacity - max_batch) * tile_rows
     rows = [min(max(row, 0), max_rows) for row in qo_indptr.tolist()]
-    rows += rows[-1:] * (room + 1 - len(rows))
+    rows += rows[-1:] * (max_batch + 1 - len(rows))
     _fill(p.qo_indptr, rows)
     tiles = []
     for b, length in enumerate(lengths):

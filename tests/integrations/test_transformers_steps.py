@@ -22,7 +22,7 @@ from attn_ops.eager.prepared_call import OpCache, flatten_tensors
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash import metadata as flash_metadata
 from attn_ops.integrations import transformers_plans as plans
-from attn_ops.integrations.transformers_cache import ROOM
+from attn_ops.integrations.transformers_cache import CAPACITY_STEP
 
 Model = Callable[..., Any]
 
@@ -212,14 +212,14 @@ def test_a_cache_grows_in_place(transformers: Any) -> None:
     cache = growing(transformers, 9)
     memory = {t.data_ptr() for t in (cache.layers[0].keys, cache.layers[0].values)}
     want = [cache.layers[0].keys.clone(), cache.layers[0].values.clone()]
-    for _ in range(ROOM - 9):
+    for _ in range(CAPACITY_STEP - 9):
         new = torch.randn(2, 2, 2, 1, 16).unbind()
         want = [torch.cat(pair, 2) for pair in zip(want, new, strict=True)]
         held = cache.update(*new, 0)
         assert {t.data_ptr() for t in held} == memory
-        assert held[0].stride() == (2 * ROOM * 16, ROOM * 16, 16, 1)
+        assert held[0].stride() == (2 * CAPACITY_STEP * 16, CAPACITY_STEP * 16, 16, 1)
         assert all(map(torch.equal, held, want))
-    assert cache.get_seq_length() == ROOM
+    assert cache.get_seq_length() == CAPACITY_STEP
     held = cache.update(*torch.randn(2, 2, 2, 1, 16).unbind(), 0)
     assert all(torch.equal(t[:, :, :-1], kept) for t, kept in zip(held, want, strict=True))
     assert {t.data_ptr() for t in held}.isdisjoint(memory)
@@ -228,12 +228,12 @@ def test_a_cache_grows_in_place(transformers: Any) -> None:
 def test_a_long_generation_copies_each_token_a_few_times(transformers: Any) -> None:
     """Buffers grow in proportion: the tokens copied to new ones are within 9 times those held at the end."""
     cache, new, copied = growing(transformers, 9), torch.zeros(2, 2, 1, 16), 0
-    for length in range(9, 40 * ROOM):
+    for length in range(9, 40 * CAPACITY_STEP):
         memory = cache.layers[0].keys.data_ptr()
         held, _ = cache.update(new, new, 0)
         copied += length * (held.data_ptr() != memory)
-    assert cache.get_seq_length() == 40 * ROOM
-    assert copied <= 9 * 40 * ROOM
+    assert cache.get_seq_length() == 40 * CAPACITY_STEP
+    assert copied <= 9 * 40 * CAPACITY_STEP
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -329,7 +329,7 @@ def test_caches_of_other_models_are_left_alone(transformers: Any) -> None:
 def test_generation_beyond_the_room_of_a_cache(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_ops.integrations import transformers_cache
 
-    monkeypatch.setattr(transformers_cache, "ROOM", 4)
+    monkeypatch.setattr(transformers_cache, "CAPACITY_STEP", 4)
     for ids, mask in (padded(tokens()), (tokens(), None)):
         expected = generate(model("llama", "eager"), ids, mask)
         assert torch.equal(generate(model("llama", "attn_ops"), ids, mask), expected)
