@@ -260,7 +260,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         is_causal: bool | None = None,
         **options: Any,
     ) -> Batch:
-        """The arguments of plan() as those of the op. ``options`` are :func:`attention_options`."""
+        """The batch that plan() is called for. ``options`` are the arguments of :func:`attention_options`."""
         indptr, indices, last_page_len = table
         required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
         positive(where, q_len_per_req=q_len_per_req)

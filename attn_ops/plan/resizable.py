@@ -59,24 +59,24 @@ class PlanSpec(NamedTuple):
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether query tiles and splits may be other ones in another batch."""
+        """Whether the sizes of query tiles and splits follow from the batch."""
         return not self.unsplit and self.fixed_split_size is None
 
     def tile_rows(self, device: torch.device) -> int | None:
-        """Query rows of a prefill tile if they must not depend on the batch, else None."""
+        """Query rows of a query tile if they must not depend on the batch, else None."""
         if self.depends_on_batch:
             return None
         sizes = unsplit_packed_rows(self.head_dim_qk, self.head_dim_vo, device)
         return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows, sizes)
 
     def capacity_tile_rows(self, device: torch.device, capacity: BatchSize) -> int:
-        """:meth:`tile_rows`, or the query rows for a plan of this capacity."""
+        """Query rows of a query tile in a plan of this capacity."""
         sizes = packed_rows_of_tiles(self.head_dim_qk, self.head_dim_vo, device, self.large_batch)
         rows = -(-capacity.rows // capacity.batch)
         return self.tile_rows(device) or rows_per_tile(self.num_qo_heads, self.num_kv_heads, rows, sizes)
 
     def of_batch(self, device: torch.device, size: BatchSize) -> PlanSpec:
-        """The spec for a batch of this size, whatever the capacity of its plan."""
+        """The spec for a batch of this size, with ``large_batch``. The capacity of its plan has no effect."""
         if self.decode or not self.depends_on_batch:
             return self
         dims = self.head_dim_qk, self.head_dim_vo

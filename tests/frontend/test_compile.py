@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -329,56 +329,71 @@ def test_wrapper_run_with_inductor() -> None:
     r.expected().check(step(r.q, r.cache("tensor")))
 
 
-def _ragged(rows: int, out_rows: int, window_left: int, *, wrapper: Any) -> tuple[Any, ...]:
-    """Arguments of run() for a batch of one request, which is planned."""
-    indptr = torch.tensor([0, rows])
-    wrapper.plan(indptr, indptr, 4, 2, 32, causal=True, q_data_type=torch.float32)
-    q, k, v = (torch.randn(rows, heads, 32) for heads in (4, 2, 2))
-    return q, k, v, torch.empty(out_rows, 4, 32), window_left
+Sizes = tuple[int, ...]
 
 
-def _masked(rows: int, keys: int, masked: int) -> tuple[Any, ...]:
-    return torch.randn(rows, 4, 32), torch.randn(keys, 2, 32), torch.randn(keys, 2, 32), torch.ones(masked).bool()
+class SizedCalls(NamedTuple):
+    """A function, its arguments by sizes, sizes of good calls, and those of bad ones by their message."""
+
+    function: Any
+    arguments: Any
+    good: list[Sizes]
+    bad: dict[str, Sizes]
 
 
-def _decoded(batch: int, rows: int, pages: int, *, wrapper: Any) -> tuple[Any, ...]:
-    indptr = torch.arange(batch + 1)
-    wrapper.plan(indptr, indptr[:-1], torch.full((batch,), 4), 4, 2, 32, 4, q_data_type=torch.float32)
-    return torch.randn(batch * rows, 4, 32), torch.randn(pages, 2, 4, 2, 32), rows
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
 
 
-RAGGED = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
-DECODE = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+def _ragged_calls() -> SizedCalls:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+
+    def arguments(rows: int, out_rows: int, window_left: int) -> tuple[Any, ...]:
+        indptr = torch.tensor([0, rows])
+        wrapper.plan(indptr, indptr, 4, 2, 32, causal=True, q_data_type=torch.float32)
+        return *(_random(rows, heads, 32) for heads in (4, 2, 2)), _random(out_rows, 4, 32), window_left
+
+    bad = {"out is [6, 4, 32]; expected [5, 4, 32]": (5, 6, 5), "window_left is -2; expected 0 or more": (5, 5, -2)}
+    return SizedCalls(
+        lambda q, k, v, out, window: wrapper.run(q, k, v, out=out, window_left=window),
+        arguments,
+        [(n, n, n) for n in (2, 3, 4)],
+        bad,
+    )
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "good", "bad"),
-    [
-        (
-            lambda q, k, v, out, window: RAGGED.run(q, k, v, out=out, window_left=window),
-            functools.partial(_ragged, wrapper=RAGGED),
-            [(n, n, n) for n in (2, 3, 4)],
-            {"out is [6, 4, 32]; expected [5, 4, 32]": (5, 6, 5), "window_left is -2; expected 0 or more": (5, 5, -2)},
-        ),
-        (
-            lambda q, k, v, mask: flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask),
-            _masked,
-            [(n, n + 3, n * (n + 3)) for n in (2, 3, 4)],
-            {"custom_mask is [45]; expected [40], one for every pair": (5, 8, 45)},
-        ),
-        (
-            lambda q, cache, rows: DECODE.run(q[:-1] if rows == 6 else q, cache, q_len_per_req=rows),
-            functools.partial(_decoded, wrapper=DECODE),
-            [(n, n, 20 + n) for n in (2, 3, 4)],
-            {"q has 29 rows; expected 30, q_len_per_req 6 of each request": (5, 6, 40)},
-        ),
-    ],
-    ids=["ragged", "mask", "decode"],
-)
-def test_errors_show_numbers_where_a_graph_has_symbols(
-    function: Any, arguments: Any, good: list[tuple[int, ...]], bad: dict[str, tuple[int, ...]]
-) -> None:
+def _masked_calls() -> SizedCalls:
+    def arguments(rows: int, keys: int, bits: int) -> tuple[Any, ...]:
+        return _random(rows, 4, 32), _random(keys, 2, 32), _random(keys, 2, 32), _random(bits) < 9
+
+    return SizedCalls(
+        lambda q, k, v, mask: flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask),
+        arguments,
+        [(n, n + 3, n * (n + 3)) for n in (2, 3, 4)],
+        {"custom_mask is [45]; expected [40], one for every pair": (5, 8, 45)},
+    )
+
+
+def _decode_calls() -> SizedCalls:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+
+    def arguments(rows: int, q_rows: int) -> tuple[Any, ...]:
+        indptr = torch.arange(6)
+        wrapper.plan(indptr, indptr[:-1], torch.full((5,), 4), 4, 2, 32, 4, q_data_type=torch.float32)
+        return _random(q_rows, 4, 32), _random(8, 2, 4, 2, 32), rows
+
+    return SizedCalls(
+        lambda q, cache, rows: wrapper.run(q, cache, q_len_per_req=rows),
+        arguments,
+        [(n, 5 * n) for n in (2, 3, 4)],
+        {"q has 29 rows; expected 30, q_len_per_req 6 of each request": (6, 29)},
+    )
+
+
+@pytest.mark.parametrize("calls", [_ragged_calls, _masked_calls, _decode_calls])
+def test_errors_show_numbers_where_a_graph_has_symbols(calls: Callable[[], SizedCalls]) -> None:
     """Calls of several sizes leave these open in the graph. The message of a bad call is the eager one."""
+    function, arguments, good, bad = calls()
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     for sizes in good:
         compiled(*arguments(*sizes))

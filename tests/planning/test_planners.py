@@ -346,7 +346,7 @@ def test_tiles_of_a_resizable_plan_depend_on_the_batch_and_not_on_those_before(m
     assert (large.problem.tile_rows, small.problem.tile_rows) == (192, 64)
     assert planner_of(8192) is large
     assert planner_of(300, 300) is small
-    # A batch of many short requests, in a plan that grows: rows per request of the capacity are few, not of the batch.
+    # After many short requests the capacity has few rows for each request, and long ones are still a large batch.
     many = planner_of(*[100] * 64)
     assert many.problem.tile_rows == 64
     assert planner_of(*[2048] * 8).problem.tile_rows == 192
