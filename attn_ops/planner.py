@@ -141,7 +141,7 @@ class DecodePlanner(PlannerBase):
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
         if num_ctas is None:
-            num_ctas = ctas_per_head(self.device, of_rank.num_kv_heads)
+            num_ctas = ctas_per_head(self.device, of_rank)
         capacity = max_batch, max_pages, num_ctas
         shapes = decode_shapes(self.problem, *capacity)
         check_products("planner", self.problem, max_pages, shapes)

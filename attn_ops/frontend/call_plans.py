@@ -172,7 +172,7 @@ class BlockTables(NamedTuple):
         problem = problem_of(self.spec, device, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
-            ctas = ctas_per_head(device, self.spec.num_kv_heads)
+            ctas = ctas_per_head(device, problem)
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             call_op("plan_decode", *table, decode, **options)
             return decode

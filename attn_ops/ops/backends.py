@@ -151,6 +151,11 @@ BACKENDS: tuple[Backend, ...] = (
         kernels=dict.fromkeys(unsupported.CUDA_MERGES, "merge_states"),
     ),
     _cuda(
+        "attn_ops.kernels.cuda.decode",
+        unsupported.cuda_decode,
+        kernels={"batch_decode": "decode"},
+    ),
+    _cuda(
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill"),

@@ -63,7 +63,13 @@ CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 
 CUDA_PAGE = 8
-"""Tokens that a page of the CUDA prefill kernel is a multiple of: those of a swizzled group of rows."""
+"""Tokens that a page of the CUDA decode and prefill kernels is a multiple of: those of a swizzled group of rows."""
+
+CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
+"""Head dims of the CUDA decode kernel."""
+
+CUDA_DECODE_PACKED_ROWS = (8, 16)
+"""Query heads of a KV head that the CUDA decode kernels have room for."""
 
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
@@ -115,6 +121,7 @@ CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
     *("logits_soft_cap", "window_left", "window_right", "sinks", "rope_scale", "rope_theta"),
 }
+CUDA_DECODE_OPTIONS = CUDA_PREFILL_OPTIONS - {"window_right"} | {"kv_scale"}
 """Options that the CUDA kernels implement; those of RoPE have no effect without ``pos_encoding``."""
 
 
@@ -271,6 +278,47 @@ def cuda_merge_states(p: Problem) -> list[str]:
             (p.layout.aligned, f"rows are not aligned to {CUDA_VECTOR} bytes"),
         ],
     )
+
+
+def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> bool:
+    """Whether the CUDA decode kernel takes caches of these sizes; ``head_dims`` are those of keys and of values."""
+    dim_qk, dim_vo = head_dims
+    return (
+        dim_qk == dim_vo
+        and dim_qk in CUDA_DECODE_HEAD_DIMS
+        and group <= max(CUDA_DECODE_PACKED_ROWS)
+        and page_size % CUDA_PAGE == 0
+    )
+
+
+def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Hashable, ...]:
+    """The specialization of the CUDA decode kernel: head dim, packed rows, dtype of products, dtype of an FP8 cache."""
+    fp8 = kv_dtype if kv_dtype in FP8 else None
+    packed_rows = next(rows for rows in CUDA_DECODE_PACKED_ROWS if group <= rows)
+    return dim, packed_rows, torch.float16 if fp8 else dtype, fp8
+
+
+def cuda_decode(p: Problem) -> list[str]:
+    """A cache of the query's dtype, or an FP8 cache."""
+    group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)
+    most = max(CUDA_DECODE_PACKED_ROWS)
+    checks = [
+        (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
+        _is_16_bit(p),
+        (p.kv_dtype in (p.dtype, *FP8), f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
+        (
+            dims[0] == dims[1] and dims[0] in CUDA_DECODE_HEAD_DIMS,
+            f"head dimensions {dims[0]} and {dims[1]} have no tile",
+        ),
+        (p.page_size % CUDA_PAGE == 0, f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}"),
+        (group <= most, f"it needs at most {most} query heads per KV head"),
+        (p.layout.aligned, "rows are not aligned to 16 bytes"),
+        (p.layout.mappable, UNMAPPABLE),
+        (p.layout.joinable, UNJOINABLE),
+        *_options(p, CUDA_DECODE_OPTIONS),
+    ]
+    keys = [cuda_decode_key(dims[0], group, p.dtype, p.kv_dtype)] if group <= most else []
+    return _cuda(p, "decode", keys, checks)
 
 
 def _cuda_prefill(

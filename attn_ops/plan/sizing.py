@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.ops.options import MLA_HEAD_DIMS
-from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
+from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, has_cuda_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,
@@ -237,11 +237,17 @@ def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
     return max_splits // 2 if problem.head_dim_vo <= SMALL_HEAD_DIM else (2 * max_splits + 1) // 3
 
 
-def ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
-    """Default ``num_ctas`` of a decode plan: CTAs that divide the work of one KV head, 1 on the CPU."""
+def ctas_per_head(device: torch.device, problem: PlanProblem) -> int:
+    """Default ``num_ctas`` of a decode plan: CTAs that divide the work of one KV head, 1 on the CPU.
+
+    The CUDA kernel has one CTA per SM, the general one :data:`CTAS_PER_SM`.
+    """
     if device.type != "cuda":
         return 1
-    ctas = torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM // num_kv_heads
+    head_dims, group = (problem.head_dim_qk, problem.head_dim_vo), problem.num_qo_heads // problem.num_kv_heads
+    one = is_hopper(device) and has_cuda_decode(head_dims, group, problem.page_size)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    ctas = sms * (1 if one else CTAS_PER_SM) // problem.num_kv_heads
     return max(1, ctas // CTA_MULTIPLE * CTA_MULTIPLE or ctas)
 
 

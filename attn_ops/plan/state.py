@@ -34,7 +34,7 @@ request           index of the request in the batch
 """
 
 CTAS_PER_SM = 2
-"""CTAs per SM that the decode grid is sized for. The decode tiles leave shared memory for as many."""
+"""CTAs per SM of the general decode kernel. Its tiles leave shared memory for as many."""
 
 IMBALANCE_DENOM = 16
 """Decode: a CTA may get up to ``1 / IMBALANCE_DENOM`` more work than the mean if that avoids a split."""

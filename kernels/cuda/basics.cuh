@@ -14,8 +14,11 @@ DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" :::
 // The next kernel of the stream may start: its CTAs run until they wait.
 DEVICE void launch_later_kernels() { asm volatile("griddepcontrol.launch_dependents;"); }
 
+// Orders the memory accesses of this thread before and after it, for the whole GPU.
+DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // Lets this thread read a plan that a finished kernel has published, before it waits.
-DEVICE void acquire_plan() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+DEVICE void acquire_plan() { fence_gpu(); }
 
 // ---- Clocks (clocks.cuh) ------------------------------------------------------------------------------------------
 

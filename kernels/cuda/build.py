@@ -15,7 +15,7 @@ from attn_ops.kernels.cuda import nvrtc, prebuilt
 from attn_ops.kernels.cuda.compile import key_of, options, sources
 from attn_ops.kernels.cuda.kernel import Specialization
 
-MODULES = ("merge_states", "mla", "prefill")
+MODULES = ("decode", "merge_states", "mla", "prefill")
 """The modules with kernels. Each has ``SPECIALIZATIONS``, by what chooses one."""
 
 

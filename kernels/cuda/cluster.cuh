@@ -38,14 +38,6 @@ DEVICE void store_async(uint32 to, const float (&x)[4], uint32 barrier) {
                : "memory");
 }
 
-// L2 cache hint of a TMA load: evict_first for data that is read once, so that partial results, plans and code stay.
-DEVICE uint64 l2_cache_policy(bool evict_first) {
-  uint64 first, normal;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return evict_first ? first : normal;
-}
-
 // A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier, uint64 policy) {
   asm volatile(

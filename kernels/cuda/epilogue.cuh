@@ -27,6 +27,11 @@ DEVICE float next_row_max(float row_max, float largest) {
   return largest <= row_max + kRescaleThreshold ? row_max : largest;
 }
 
+// What rescales sums relative to the old row_max. Sums over no token are 0, and need none.
+DEVICE float rescale_factor(float old_max, float new_max) {
+  return old_max == -kInfinity ? 1 : exp2_approx(old_max - new_max);
+}
+
 // An arrival of this warp.
 DEVICE void arrive_by_warp(uint32 barrier) {
   __syncwarp();

@@ -10,21 +10,21 @@ namespace attn_ops {
 
 enum Fp8Type { kFp8E4M3, kFp8E5M2 };
 
+// Two FP8 numbers, the first in the lower byte.
+template <Fp8Type TYPE>
+DEVICE uint32 widen(uint16 pair) {
+  const uint32 wide = TYPE == kFp8E4M3 ? float16_of_e4m3(pair) : float16_of_e5m2(pair);
+  if (DTYPE == 1) return wide;
+  float low, high;
+  float16_values(wide, low, high);
+  return pack(low, high);
+}
+
 // Eight FP8 numbers, the first in the lowest byte of `first`.
 template <Fp8Type TYPE>
 DEVICE uint4 widen(uint32 first, uint32 second) {
-  const uint32 words[2] = {first, second};
-  uint32 wide[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint16 pair = uint16(words[i / 2] >> i % 2 * 16);
-    wide[i] = TYPE == kFp8E4M3 ? float16_of_e4m3(pair) : float16_of_e5m2(pair);
-    if (DTYPE == 1) continue;
-    float low, high;
-    float16_values(wide[i], low, high);
-    wide[i] = pack(low, high);
-  }
-  return {wide[0], wide[1], wide[2], wide[3]};
+  return {widen<TYPE>(uint16(first)), widen<TYPE>(uint16(first >> 16)), widen<TYPE>(uint16(second)),
+          widen<TYPE>(uint16(second >> 16))};
 }
 
 }  // namespace attn_ops

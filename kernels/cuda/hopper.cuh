@@ -82,6 +82,18 @@ DEVICE void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same as named_sync; true if `x` is in any of the threads.
+DEVICE bool named_any(int id, int threads, bool x) {
+  uint32 any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbarrier.cta.red.or.aligned.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(uint32(x))
+      : "memory");
+  return any;
+}
+
 template <int N>
 DEVICE void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -110,6 +122,24 @@ DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, in
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
       "[%7];" ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
       : "memory");
+}
+
+// The same with an L2 cache hint.
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32 barrier,
+                     uint64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;"
+      ::"r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// L2 cache hint of a TMA load: evict_first for data that is read once, so that partial results, plans and code stay.
+DEVICE uint64 l2_cache_policy(bool evict_first) {
+  uint64 first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return evict_first ? first : normal;
 }
 
 // 16 bytes to shared memory, zeros unless `exists`.
@@ -185,6 +215,12 @@ DEVICE void store_transposed(uint32 row, const uint32 (&m)[4]) {
                : "memory");
 }
 
+// The same of two matrices, whose rows have the addresses of lanes 0 to 15.
+DEVICE void store_transposed(uint32 row, const uint32 (&m)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(m[0]), "r"(m[1])
+               : "memory");
+}
+
 // Two floats in the 16-bit type of the query, the first in the lower half.
 DEVICE uint32 pack(float low, float high) {
   return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high);
@@ -228,10 +264,12 @@ DEVICE void discard_registers(float (&d)[N]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
   "+f"(d[i + 7])
 #define R32(d, i) R8(d, i), R8(d, i + 8), R8(d, i + 16), R8(d, i + 24)
+#define REGISTERS_4(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define REGISTERS_8(d) R8(d, 0)
 #define REGISTERS_32(d) R32(d, 0)
 #define REGISTERS_64(d) R32(d, 0), R32(d, 32)
 #define REGISTERS_128(d) R32(d, 0), R32(d, 32), R32(d, 64), R32(d, 96)
+#define OPERANDS_4 "%0,%1,%2,%3"
 #define OPERANDS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define OPERANDS_32                                                                                                \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
@@ -285,6 +323,7 @@ DEVICE void discard_registers(float (&d)[N]) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                                       \
   }
 
+DEFINE_WGMMA(8, 4, 4, 5, 6, 7, 8, 9)
 DEFINE_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
 DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
 DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "epilogue.cuh"
 #include "mla_problem.cuh"
 
 namespace attn_ops {

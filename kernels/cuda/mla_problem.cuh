@@ -84,11 +84,6 @@ struct Arguments {
 DEVICE uint32 lower(uint64 descriptor) { return static_cast<uint32>(descriptor); }
 DEVICE uint64 operand(uint32 lower) { return k_major(0, kGroupBytes) >> 32 << 32 | lower; }
 
-// What rescales sums relative to the old row_max. Sums over no token are 0, and need none.
-DEVICE float rescale_factor(float old_max, float new_max) {
-  return old_max == -kInfinity ? 1 : exp2_approx(old_max - new_max);
-}
-
 // Units of this CTA or cluster in their order.
 struct Schedule : Walk<true> {
   DEVICE bool next(const Problem& p, Unit& unit) {

@@ -1,71 +1,16 @@
 // MLA with swapped operands: the consumer.
 #pragma once
 
-#include "epilogue.cuh"
-#include "hopper.cuh"
 #include "mla_merge.cuh"
 #include "mla_swap_ab_shared.cuh"
+#include "swapped_operands.cuh"
 
 namespace attn_ops {
 namespace {
 
-// Of a transposed product [64, 16] a thread has the lines 16 w + lane / 4, of warp w, and the one 8 further: tokens of
-// S^T, columns of O^T. Of each it has the packed rows 8 i + 2 (lane % 4) and the next one for every i, its own.
 constexpr int kOwnRows = kPackedRows / 4;
 using Product = float[kPackedRows / 2];
 using Output = Product[kValueBlocks];
-
-// The place of own row `j` in line `r` of a product, and its number.
-constexpr DEVICE int place(int j, int r) { return j / 2 * 4 + 2 * r + j % 2; }
-DEVICE int packed_row(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
-
-struct Max {
-  DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-struct Sum {
-  DEVICE float operator()(float a, float b) const { return a + b; }
-};
-
-// Reduces `x` of own rows over the eight lanes of the warp that have the same ones, and stores the result of each warp
-// in `to` [packed rows, warps]. In each step a lane keeps half of its rows, as long as it has several.
-template <int N, int MASK, class Combine>
-DEVICE void reduce_to(float* to, const float (&x)[N], int first, Combine combine) {
-  if constexpr (N > 1) {
-    const bool upper = threadIdx.x & MASK;
-    float half[N / 2];
-#pragma unroll
-    for (int j = 0; j < N / 2; ++j) {
-      const float sent = upper ? x[j] : x[j + N / 2], kept = upper ? x[j + N / 2] : x[j];
-      half[j] = combine(kept, __shfl_xor_sync(~0u, sent, MASK));
-    }
-    reduce_to<N / 2, MASK / 2>(to, half, first + (upper ? N / 2 : 0), combine);
-  } else {
-    static_assert(MASK == 4);
-    const float all = combine(x[0], __shfl_xor_sync(~0u, x[0], MASK));
-    if (!(threadIdx.x & MASK)) to[packed_row(first) * kConsumerWarps] = all;
-  }
-}
-
-// Four numbers of a result, from number `at` on, which is a multiple of 4.
-template <OutType TYPE>
-DEVICE void store_four(void* out, int64 at, const float4& x) {
-  using Pair = decltype(pair_of<TYPE>(0, 0));
-  struct alignas(2 * sizeof(Pair)) Four {
-    Pair pairs[2];
-  };
-  static_cast<Four*>(out)[at / 4] = {pair_of<TYPE>(x.x, x.y), pair_of<TYPE>(x.z, x.w)};
-}
-
-DEVICE void store_four_as(int type, void* out, int64 at, const float4& x) {
-  switch (type) {
-    case kLikeQuery: return store_four<DTYPE == 2 ? kBFloat16 : kFloat16>(out, at, x);
-    case kFloat32: return store_four<kFloat32>(out, at, x);
-    case kFloat16: return store_four<kFloat16>(out, at, x);
-    case kBFloat16: return store_four<kBFloat16>(out, at, x);
-    case kE4M3: return store_four<kE4M3>(out, at, x);
-    case kE5M2: return store_four<kE5M2>(out, at, x);
-  }
-}
 
 // One warpgroup: all units of the CTA.
 struct Consumer {
@@ -140,11 +85,6 @@ struct Consumer {
     }
   }
 
-  // Of own row `j`, what the warps have stored.
-  DEVICE float4 of_warps(int j) const {
-    return *reinterpret_cast<const float4*>(reduced + packed_row(j) * kConsumerWarps);
-  }
-
   // Step 5: logits become probabilities, and the sums of earlier tiles are rescaled.
   DEVICE void softmax(Product& logits, int visible, uint32 tile) {
     float largest[kOwnRows];
@@ -157,8 +97,7 @@ struct Consumer {
     bool changed = false;
 #pragma unroll
     for (int j = 0; j < kOwnRows; ++j) {
-      const float4 x = of_warps(j);
-      const float largest = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)) * arguments.factor;
+      const float largest = max_of(of_warps(reduced, j)) * arguments.factor;
       const float new_max = next_row_max(row_max[j], largest);
       const float anchor = finite(new_max);
       alpha[j] = rescale_factor(row_max[j], new_max);
@@ -171,7 +110,8 @@ struct Consumer {
         row_sum[j] += x;
       }
     }
-    store_probabilities(logits);
+    store_probabilities<kPackedRows>(p_at, logits, warp);
+    fence_async_shared();  // P
     if (__any_sync(~0u, changed))
 #pragma unroll
       for (int block = 0; block < kValueBlocks; ++block)
@@ -180,17 +120,6 @@ struct Consumer {
 #pragma unroll
           for (int r = 0; r < 2; ++r) output[block][place(j, r)] *= alpha[j];
     sync();  // P is stored
-  }
-
-  // P as the K-major operand [16, 64]. Lanes 8 m to 8 m + 7 have the addresses of the rows of matrix m, which is of
-  // packed rows 8 (m / 2) on, and of the first or second 8 tokens of this warp.
-  DEVICE void store_probabilities(const Product& logits) const {
-    const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-    uint32 words[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) words[m] = pack(logits[2 * m], logits[2 * m + 1]);
-    store_transposed(p_at + row * kRowBytes + (chunk ^ lane % 8) * 16, words);
-    fence_async_shared();  // P
   }
 
   // Step 6.
@@ -258,10 +187,7 @@ struct Consumer {
     sync();
     float norm[kOwnRows], sums[kOwnRows];
 #pragma unroll
-    for (int j = 0; j < kOwnRows; ++j) {
-      const float4 x = of_warps(j);
-      sums[j] = (x.x + x.y) + (x.z + x.w);
-    }
+    for (int j = 0; j < kOwnRows; ++j) sums[j] = sum_of(of_warps(reduced, j));
     merge.run<kValueBlocks * kPackedRows / 2>([&](int i) -> float& { return output[i / 8][i % 8]; },
                                               [](int i) { return i % 8 / 4 * 2 + i % 2; }, row_max, sums);
     const int first_column = p.split * kStoredBlocks * 64;
@@ -311,15 +237,12 @@ struct Consumer {
       if (at < 0) continue;
 #pragma unroll
       for (int c = lane * 4; c < kStagedColumns; c += 128) {
-        const uint4 bits = load_shared(staged + packed * kStagedRowBytes + c * 4);
-        const float4 x = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
-                          __uint_as_float(bits.w)};
-        if (slot < 0) {
-          store_four_as(to.out_type, to.out, at * kLatent + first_column + c, x);
-        } else {  // a workspace may lie at any multiple of 4 bytes
-          float* partial = to.partial + at * kLatent + first_column + c;
-          partial[0] = x.x, partial[1] = x.y, partial[2] = x.z, partial[3] = x.w;
-        }
+        const float4 x = load_four(staged + packed * kStagedRowBytes + c * 4);
+        const int64 index = at * kLatent + first_column + c;
+        if (slot < 0)
+          store_four_as(to.out_type, to.out, index, x);
+        else
+          store_four_partial(to.partial, index, x);
       }
     }
   }

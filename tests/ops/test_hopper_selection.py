@@ -20,6 +20,7 @@ from attn_ops.ops.checks import CHECKS
 pytestmark = pytest.mark.usefixtures("on_hopper")
 
 BASE: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dims": (128, 128), "causal": True}
+DECODE = "cuda.decode"
 GENERAL, PREFILL, FP8_PREFILL = "triton", "cuda.prefill", "cuda.prefill_fp8"
 MLA = "cuda.mla"
 E4M3_PREFILL = "cuda.prefill_e4m3"
@@ -259,12 +260,44 @@ def test_other_fp8_queries_are_converted(options: dict[str, Any], reason: str) -
     assert reason in _lines(*call)[E4M3_PREFILL]
 
 
-def test_decode_runs_the_general_kernel_and_cuda_has_none() -> None:
-    setup = Setup("decode", Case("case", **BASE, kv_lens=(300, 100), page_size=16))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": torch.float16, "head_dims": (64, 64), "heads": (16, 1), "page_size": 8},
+        {"window_left": 50, "logits_soft_cap": 5.0, "sinks": 1.0, "sm_scale": 0.1, "out_dtype": torch.float8_e5m2},
+        {"kv_scale": (1.0, 2.0), "kv_layout": "HND"},
+        {"kv_dtype": E4M3, "kv_scale": (1.0, 2.0)},
+        {"kv_dtype": E5M2, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_decode_runs_the_cuda_kernel_or_its_image(options: dict[str, Any]) -> None:
+    setup = Setup("decode", Case("case", **{**BASE, "kv_lens": (300, 100), "page_size": 16, **options}))
+    call = OPS["decode"], _on_cuda(setup.arguments)
+    assert _chosen(*call) == _chosen(*call, lowerable=True, images=True) == DECODE
+    assert _chosen(*call, lowerable=True) == GENERAL
+    lines = _lines(*call)
+    assert list(lines) == [DECODE, GENERAL, "cpu.sdpa", "reference"]
+    assert lines[DECODE] == "runs it, kernel decode; packages launch its image"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float32},
+        {"page_size": 1},
+        {"head_dims": (256, 256)},
+        {"heads": (17, 1)},
+        {"pos_encoding": "ALIBI"},
+    ],
+    ids=str,
+)
+def test_decode_runs_the_general_kernel_otherwise(options: dict[str, Any]) -> None:
+    setup = Setup("decode", Case("case", **{**BASE, "kv_lens": (300, 100), "page_size": 16, **options}))
     call = OPS["decode"], _on_cuda(setup.arguments)
     assert _chosen(*call) == _chosen(*call, lowerable=True, images=True) == GENERAL
-    assert list(_lines(*call)) == [GENERAL, "cpu.sdpa", "reference"]
-    with pytest.raises(BackendError, match="cuda: it has no kernel for batch_decode"):
+    with pytest.raises(BackendError, match=r"cuda\.decode: "):
         _chosen(*call, name="cuda")
 
 

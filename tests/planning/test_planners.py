@@ -240,7 +240,9 @@ def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
 def test_head_shards_size_ctas_and_workspace_for_one_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is for the heads of all ranks; what is sized by default is for those of one."""
     sized: list[int] = []
-    monkeypatch.setattr("attn_ops.planner.ctas_per_head", lambda _device, heads: sized.append(heads) or 3)
+    monkeypatch.setattr(
+        "attn_ops.planner.ctas_per_head", lambda _device, problem: sized.append(problem.num_kv_heads) or 3
+    )
     monkeypatch.setattr(
         "attn_ops.planner.splits_per_head", lambda _device, problem, _tiles: sized.append(problem.num_kv_heads) or 4
     )

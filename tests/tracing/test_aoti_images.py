@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "decode": Kind("batch_decode", ("decode_kernel", "combine_decode_kernel"), (32, 8), (128, 128), 16, {}),
+    "decode": Kind("batch_decode", ("decode", "combine_decode_kernel"), (32, 8), (128, 128), 16, {}),
     "prefill": Kind(
         "batch_prefill",
         ("prefill", "combine_prefill_kernel"),

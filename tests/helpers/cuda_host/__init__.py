@@ -34,7 +34,7 @@ from attn_ops.kernels.cuda.kernel import Specialization, TensorMap
 from filelock import FileLock
 from torch import Tensor
 
-from attn_ops.plan.state import PlanProblem, num_partials
+from attn_ops.plan.state import PlanProblem, num_partials, num_slots
 from helpers import cpp_runner
 from helpers.oracle import merge
 
@@ -142,7 +142,7 @@ def _plant(texts: dict[str, str], faults: Sequence[Fault]) -> dict[str, str]:
     for number, fault in enumerate(faults, 1):
         found = sum(text.count(fault.old) for text in texts.values())
         assert found == fault.times, f"{fault.old!r} occurs {found} times"
-        here = f"if (planted == {number}) {{ {fault.new} }} else {{ {fault.old} }}"
+        here = f"if (planted == {number}) {{ {fault.new} }} else {{ {fault.old} }}\n"
         texts = {name: text.replace(fault.old, here) for name, text in texts.items()}
     return texts
 
@@ -370,6 +370,7 @@ class Host:
                 patch.setattr(importlib.import_module(f"{cuda}.{name}"), "num_sms", lambda device: self.sms)
             for module in (prefill_call, f"{cuda}.mla"):
                 patch.setattr(importlib.import_module(module), "combine_split_tiles", combine_split_tiles)
+            patch.setattr(importlib.import_module(f"{cuda}.decode"), "combine_split_rows", combine_split_rows)
             yield self
 
 
@@ -391,11 +392,35 @@ def combine_split_tiles(
             continue
         rows = min(rows, problem.tile_rows, out.shape[0] - row)
         v, s = (t[first : first + splits, :rows].transpose(0, 1) for t in (partial, sums))
-        if sinks is not None:
-            v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
-            s = torch.cat((s, (sinks / torch.log(torch.tensor(2.0))).expand(rows, 1, heads)), 1)
-        merged, of_rows = merge(v, s)
-        limit = torch.finfo(out.dtype).max
-        out[row : row + rows] = merged.clamp(-limit, limit).to(out.dtype)
-        if lse.dim() > 1:
-            lse[row : row + rows] = of_rows.float()
+        _store_merged(v, s, sinks, out, lse, row)
+
+
+def combine_split_rows(
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: Any, return_lse: bool
+) -> None:
+    """The output of decode rows that are split, by the definition of a merge, and of those without tokens."""
+    slots, heads, dim = num_slots(plan), *out.shape[1:]
+    values = slots * heads * dim
+    partial = workspace.flatten()[:values].view(slots, heads, dim)
+    sums = workspace.flatten()[values:][: values // dim].view(slots, heads)
+    splits = plan.merge_indptr.clamp(0, slots).tolist()
+    for row, kv_len in enumerate(plan.kv_len[: out.shape[0]].tolist()):
+        begin, end = splits[row : row + 2]
+        if end <= begin and kv_len > 0:
+            continue
+        v, s = (t[begin:end].unsqueeze(0) for t in (partial, sums))
+        if end <= begin:  # a part of no weight
+            v, s = torch.zeros(1, 1, heads, dim), torch.full((1, 1, heads), -torch.inf)
+        _store_merged(v, s, sinks, out, lse, row)
+
+
+def _store_merged(v: Tensor, s: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, row: int) -> None:
+    """Merge ``v [rows, parts, heads, dim]`` and the sinks, and store from ``row`` on."""
+    if sinks is not None:
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
+        s = torch.cat((s, (sinks / torch.log(torch.tensor(2.0))).expand(s.shape[0], 1, s.shape[2])), 1)
+    merged, of_rows = merge(v, s)
+    limit = torch.finfo(out.dtype).max
+    out[row : row + v.shape[0]] = merged.clamp(-limit, limit).to(out.dtype)
+    if lse.dim() > 1:
+        lse[row : row + v.shape[0]] = of_rows.float()

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 namespace host {
 
@@ -39,6 +40,7 @@ void complete(Rendezvous& r) {
     ++t->time();
   }
   r.arrived = 0;
+  r.any_of_last = std::exchange(r.any, false);
   std::memset(&r.view, 0, sizeof r.view);
   wake(r.waiting);
 }
@@ -78,6 +80,13 @@ void arrive_named(int id, int threads) {
   join(r.view, self->view);
   ++self->time();
   if (++r.arrived == threads) complete(r);
+}
+
+bool any_named(int id, int threads, bool value) {
+  Rendezvous& r = self->cta->named[id];
+  r.any |= value;
+  meet_at(r, threads, "bar.red.or", PC);
+  return r.any_of_last;
 }
 
 void sync_warp() { meet_at(self->cta->warps[self->index / 32], 32, "__syncwarp", PC); }

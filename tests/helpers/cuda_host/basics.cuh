@@ -8,6 +8,7 @@ namespace attn_ops {
 
 DEVICE void wait_for_earlier_kernels() { host::wait_for_earlier_kernels(); }
 DEVICE void launch_later_kernels() {}
+DEVICE void fence_gpu() { host::fence_gpu(); }
 DEVICE void acquire_plan() { host::acquire_plan(); }
 
 DEVICE uint64 nanoseconds() { return host::nanoseconds(); }

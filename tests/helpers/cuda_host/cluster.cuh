@@ -12,7 +12,6 @@ DEVICE uint32 address_in(uint32 address, uint32 rank) { return host::address_in(
 DEVICE void arrive_in_cluster(uint32 barrier) { host::arrive(barrier); }
 DEVICE void store_async(uint32 to, const float (&x)[4], uint32 barrier) { host::store_async(to, x, barrier); }
 
-DEVICE uint64 l2_cache_policy(bool) { return 0; }
 DEVICE void load_box_in(uint32 ctas, uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier, uint64) {
   host::load_box(ctas, to, map, std::initializer_list<int>{c0, c1, c2}.begin(), 3, barrier);
 }

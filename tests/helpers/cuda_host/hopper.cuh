@@ -21,6 +21,7 @@ DEVICE void wait(uint32 barrier, uint32 parity) { host::wait(barrier, parity); }
 
 DEVICE void named_sync(int id, int threads) { host::sync_named(id, threads); }
 DEVICE void named_arrive(int id, int threads) { host::arrive_named(id, threads); }
+DEVICE bool named_any(int id, int threads, bool x) { return host::any_named(id, threads, x); }
 template <int N>
 DEVICE void increase_registers() {}
 template <int N>
@@ -33,6 +34,10 @@ DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, in
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32 barrier) {
   host::load_box(0, to, map, std::initializer_list<int>{c0, c1, c2, c3, c4}.begin(), 5, barrier);
 }
+DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32 barrier, uint64) {
+  load_box(to, map, c0, c1, c2, c3, c4, barrier);
+}
+DEVICE uint64 l2_cache_policy(bool) { return 0; }
 DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
   host::copy_async(host::from_shared_address(to), from, 16, exists);
 }
@@ -71,9 +76,10 @@ DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
   }
 }
 // A lane stores what two lanes have: the elements of a word, 2 (l % 4) and the next one of row l / 4.
-DEVICE void store_transposed(uint32 row, const uint32 (&m)[4]) {
+template <int N>
+DEVICE void store_transposed(uint32 row, const uint32 (&m)[N]) {
   const int lane = threadIdx.x % 32, r = lane / 4;
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < N; ++i) {
     uint32 word = 0;
     for (int half = 0; half < 2; ++half) {
       const uint32 pair = uint32(host::exchange(m[i], (lane % 4 * 2 + half) * 4 + r / 2, "stmatrix.trans"));

@@ -24,6 +24,7 @@ extern SpecialRegisters registers;
 void sync_threads();                      // all threads of the CTA
 void sync_named(int id, int threads);     // bar.sync
 void arrive_named(int id, int threads);   // bar.arrive
+bool any_named(int id, int threads, bool value);  // bar.red.or
 void sync_warp();
 void arrive_at_cluster();                 // once, without order of memory, but for fenced initialisations of mbarriers
 void wait_for_cluster();
@@ -44,9 +45,10 @@ void wait_for_copies();                                                      // 
 void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes);  // cp.async.bulk to global memory
 void wait_for_bulk_reads();                                          // by all bulk stores of this thread
 void fence_async_proxy();
+void fence_gpu();                  // fence.acq_rel.gpu
 void acquire_plan();               // by this thread
 void wait_for_earlier_kernels();
-std::uint32_t atomic_increment(int* counter, std::uint32_t last);
+std::uint32_t atomic_increment(int* counter, std::uint32_t last);  // publishes what this thread knows
 
 // ---- mbarriers and TMA ----
 

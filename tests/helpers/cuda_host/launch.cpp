@@ -55,7 +55,7 @@ void run_cluster(int first) {
       t.registers = {{unsigned(i), 0, 0}, {block % x, block / x % y, block / x / y},
                      {x, y, unsigned(launch->grid[2])}, unsigned(c)};
       t.stack = stacks + (std::size_t(c) * kMaxThreads + i) * kStackBytes;
-      t.started = t.finished = t.plan_acquired = t.earlier_kernels_ended = t.may_give_registers = false;
+      t.started = t.finished = t.plan_acquired = t.earlier_kernels_ended = t.may_give_registers = t.acquired = false;
       t.copies.clear(), t.in_flight.clear(), t.product_groups.clear();
       t.uncommitted = 0, t.bulk_stores = {};
       t.instruction = "", t.barrier = nullptr, t.threads = 0;
@@ -124,7 +124,7 @@ extern "C" __attribute__((visibility("default"))) const char* host_launch(const 
     tensors.push_back({r.name, static_cast<char*>(r.begin), std::size_t(r.bytes), false, r.is_plan != 0, {}});
     if (r.granule) tensors.back().shadow.reset(r.bytes, r.granule);
   }
-  cluster = 0;
+  cluster = 0, published.clear();
   static std::vector<int> order;
   order.clear();
   for (int i = 0; i < ctas_of_grid; i += num_ctas) order.push_back(i);

@@ -42,6 +42,7 @@ struct Queue {
 // Threads that wait for each other, and then know what each of them did.
 struct Rendezvous {
   int arrived = 0;
+  bool any = false, any_of_last = false;  // of the values that threads give, now and in the last meeting
   View view{};
   Queue waiting;
 };
@@ -115,6 +116,7 @@ struct Thread {
   jmp_buf context;
   char* stack;
   bool started, finished, plan_acquired, earlier_kernels_ended, may_give_registers;
+  bool acquired;  // it has executed a fence for the whole GPU
   std::vector<Copy> copies;
   BulkStores bulk_stores;
   std::vector<InFlight> in_flight;

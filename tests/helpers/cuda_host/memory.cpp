@@ -62,7 +62,7 @@ void access(const void* p, std::size_t bytes, bool writes, const Access& by) {
 }
 
 void access(const void* p, std::size_t bytes, bool writes, std::uint32_t pc) {
-  access(p, bytes, writes, {pc, self->time(), self->entity(), false});
+  access(p, bytes, writes, {pc, self->time(), self->entity(), false, self->acquired});
 }
 
 // ---- What kernels ask for ----
@@ -111,6 +111,7 @@ void fence_async_proxy() {
   ++self->time();
 }
 
+void fence_gpu() { self->acquired = true; }
 void acquire_plan() { self->plan_acquired = true; }
 void wait_for_earlier_kernels() { self->earlier_kernels_ended = true; }
 
@@ -118,6 +119,11 @@ std::uint32_t atomic_increment(int* counter, std::uint32_t last) {
   const std::uint32_t pc = PC, before = *counter;
   if (self) check_ended(region_of(counter, sizeof *counter, true, pc), true, pc);  // there is none in a program
   *counter = before >= last ? 0 : before + 1;
+  if (self && self->acquired) {
+    join(self->view, published[cluster]);  // of the same cluster
+    published[cluster] = self->view;
+    ++self->time();
+  }
   return before;
 }
 

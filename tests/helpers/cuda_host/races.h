@@ -46,6 +46,8 @@ struct View {
   Clock known, fenced;
 };
 
+inline std::unordered_map<std::uint32_t, View> published;  // what a cluster knew when it counted, by its number
+
 inline int used_entities;  // by the CTAs that run
 
 inline void join(View& to, const View& from) {
@@ -64,6 +66,7 @@ struct Access {
   Time time;
   Entity entity;  // a product is that of the four tensor cores from this one on
   bool async;
+  bool acquired = false;  // the thread has executed a fence for the whole GPU
 
   bool ordered_before(const View& view) const {
     if (!is_tensor_core(entity)) return view.known[entity] >= time;
@@ -124,7 +127,10 @@ class Shadow {
   Word& at(std::size_t i, std::uint32_t cluster, bool is_shared, bool writes, const Access& by, const char* name) {
     Word& word = words_.at(i);
     if (word.cluster == cluster) return word;
-    const bool conflict = !is_shared && word.cluster && (word.write.entity != kNobody || (writes && word.num_reads));
+    const bool seen = by.acquired && !writes && word.write.entity != kNobody && published.contains(word.cluster) &&
+                      word.write.ordered_before(published[word.cluster]);
+    const bool conflict =
+        !is_shared && word.cluster && !seen && (word.write.entity != kNobody || (writes && word.num_reads));
     if (conflict) fail("race between clusters: " + place(i, name) + "\n  one is " + describe(by));
     if (word.overflows) more_reads_.erase(&word);
     word = {cluster, 0, false, {0, 0, kNobody, false}, {}};

@@ -1,0 +1,149 @@
+"""Decode on Hopper: the host side of ``decode.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from attn_ops.kernels.cuda.kernel import Kernel, Specialization
+from attn_ops.kernels.cuda.launch import launch
+from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, FP8_TYPES, OUT_TYPES, ROW_BYTES, box_of_pages, paged_map
+from attn_ops.kernels.triton.combine_decode import combine_split_rows
+from attn_ops.kernels.triton.launch import is_eager
+from attn_ops.meta.outputs import attention as allocate
+from torch import Tensor
+
+from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
+from attn_ops.ops.unsupported import CUDA_DECODE_HEAD_DIMS, CUDA_DECODE_PACKED_ROWS, cuda_decode_key
+from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem, num_slots
+
+TILE_BYTES, STAGES = 16 << 10, 3
+"""Of the keys of a KV tile, and of its values: ``kTileBytes``; and KV tiles of the ring, ``kStages`` of the source."""
+
+THREADS = 288
+"""``kThreads`` of the source."""
+
+LEAST_SHARED_BYTES = 114 << 10
+"""Of a CTA, so that an SM has room for one.
+
+The CTAs of the next decode start early: two of them on an SM would share its bandwidth, and leave another SM idle.
+"""
+
+KERNEL = Kernel(
+    "decode.cu",
+    "decode",
+    {
+        "q": "pointer",
+        **dict.fromkeys(("k", "v"), "map"),
+        **dict.fromkeys(("sinks", "kv_scale", "out", "lse", "partial", "split_counters"), "pointer"),
+        **dict.fromkeys(("kv_indices", "kv_len", "work", "cta_indptr", "merge_indptr"), "pointer"),
+        **dict.fromkeys(("scale", "cap"), "fp32"),
+        **dict.fromkeys(("window_left", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
+        **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
+        **dict.fromkeys(("group", "page_size", "box"), "i32"),
+        **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
+        **dict.fromkeys(("early", "combines", "query_type", "out_type"), "i32"),
+    },
+    writes=("out", "lse", "partial"),  # and split_counters in eager calls
+    aligned=("q", "out"),
+)
+
+
+def tile_tokens(dim: int, fp8: bool) -> int:
+    """``kTile`` of the source."""
+    return TILE_BYTES // (dim * (1 if fp8 else 2))
+
+
+def shared_bytes(dim: int, packed_rows: int, fp8: bool) -> int:
+    """``Shared`` of the source: the ring, the workspaces of two consumers, barriers and flags.
+
+    A workspace has the query, the probabilities of two KV tiles, a result in float32, sums of warps and scales.
+    """
+    blocks = dim // COLUMNS + 2 * tile_tokens(dim, fp8) // COLUMNS
+    workspace = packed_rows * (blocks * ROW_BYTES + dim * 4 + 16 + 16 + 4)
+    return 2 * STAGES * TILE_BYTES + 2 * (-(-workspace // 1024) * 1024) + 3 * STAGES * 8 + 8
+
+
+def _specialization(dim: int, packed_rows: int, dtype: torch.dtype, fp8: torch.dtype | None) -> Specialization:
+    macros = {"HEAD_DIM": dim, "PACKED_ROWS": packed_rows, "DTYPE": DTYPES[dtype]}
+    if fp8 is not None:
+        macros["KV_FP8"] = 1 + FP8_TYPES[fp8]
+    shared = max(shared_bytes(dim, packed_rows, fp8 is not None), LEAST_SHARED_BYTES)
+    return Specialization(KERNEL, macros, threads=THREADS, shared_bytes=shared)
+
+
+SPECIALIZATIONS: dict[tuple[Hashable, ...], Specialization] = {
+    (dim, packed_rows, *types): _specialization(dim, packed_rows, *types)
+    for dim in sorted(CUDA_DECODE_HEAD_DIMS)
+    for packed_rows in CUDA_DECODE_PACKED_ROWS
+    for types in (*((dtype, None) for dtype in DTYPES), *((torch.float16, fp8) for fp8 in FP8_TYPES))
+}
+"""By :func:`attn_ops.ops.unsupported.cuda_decode_key`. With an FP8 cache products are of float16."""
+
+
+def batch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: list[Tensor],
+    workspace: Tensor,
+    *,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    o, p = AttentionOptions(**options), DecodePlan(*plan)
+    problem = PlanProblem.of(p.problem)
+    out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=o.out_dtype)
+    dim, page_size, eager, fp8 = problem.head_dim_vo, problem.page_size, is_eager(q), k_cache.dtype in FP8_TYPES
+    group, num_ctas = problem.num_qo_heads // problem.num_kv_heads, p.cta_indptr.shape[0] - 1
+    token, head = PAGED_DIMS[kv_layout]
+    box = box_of_pages(page_size, tile_tokens(dim, fp8))
+    (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
+        paged_map(t, (t.stride(0), t.stride(token), t.stride(head)), problem.num_kv_heads, page_size, box)
+        for t in (k_cache, v_cache)
+    )
+    launch(
+        SPECIALIZATIONS[cuda_decode_key(dim, group, q.dtype, k_cache.dtype)],
+        (problem.num_kv_heads, num_ctas),
+        q=q,
+        k=k,
+        v=v,
+        sinks=o.sinks,
+        kv_scale=o.kv_scale,
+        out=out,
+        lse=lse if return_lse else None,
+        partial=workspace,
+        split_counters=p.split_counters,
+        kv_indices=p.kv_indices,
+        kv_len=p.kv_len,
+        work=p.work,
+        cta_indptr=p.cta_indptr,
+        merge_indptr=p.merge_indptr,
+        scale=softmax_scale(o.sm_scale, dim),
+        cap=o.logits_soft_cap,
+        window_left=o.window_left,
+        rows=q.shape[0],
+        num_pages=k_cache.shape[0],
+        max_pages=p.kv_indices.shape[0],
+        max_items=p.work.shape[0],
+        max_batch=p.kv_len.shape[0],
+        slots=num_slots(p),
+        stride_q_row=q.stride(0),
+        stride_q_head=q.stride(1),
+        group=group,
+        page_size=page_size,
+        box=box,
+        k_page_step=k_page_step,
+        k_head_step=k_head_step,
+        v_page_step=v_page_step,
+        v_head_step=v_head_step,
+        early=bool(p.kv_len.shape[0] <= MAX_PUBLISHED_REQUESTS),
+        combines=eager,
+        query_type=OUT_TYPES[q.dtype],
+        out_type=OUT_TYPES[out.dtype],
+    )
+    if not eager:
+        combine_split_rows(out, lse, workspace, o.sinks, p, return_lse)
+    return out, lse

@@ -1,0 +1,160 @@
+"""The host side of the CUDA decode kernel, and what the compiler makes of it, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # for its disassembler
+
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import decode, operands
+from attn_ops.kernels.cuda.kernel import Specialization
+from helpers.cases import Case
+from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
+from helpers.fake_driver import FakeDriver, needs_the_module
+from helpers.harness import Setup
+
+from attn_ops.ops import unsupported
+from attn_ops.ops.backends import MemoryLayout, Problem
+
+SHARED_PER_CTA, SHARED_PER_SM, RESERVED_PER_CTA = 227 << 10, 228 << 10, 1 << 10
+REGISTERS_PER_THREAD = 168
+"""With which three of the nine warps fit in the register file of a quarter of an SM."""
+
+KEYS = list(decode.SPECIALIZATIONS)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("key", [key for key in KEYS if key[2] == torch.float16], ids=str)
+def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
+    """The compiler evaluates the source's constants and the size of its struct."""
+    (dim, packed_rows, _, fp8), one = key, decode.SPECIALIZATIONS[key]
+    expected = {
+        "sizeof(Shared)": -(-decode.shared_bytes(dim, packed_rows, fp8 is not None) // 1024) * 1024,
+        "kTile": decode.tile_tokens(dim, fp8 is not None),
+        "kTileBytes": decode.TILE_BYTES,
+        "kStages": decode.STAGES,
+        "kThreads": decode.THREADS,
+        "kPackedRows": packed_rows,
+        "kRowBytes": min(dim * (2 if fp8 is None else 1), operands.ROW_BYTES),
+        **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), operands.OUT_TYPES.values(), strict=True)),
+    }
+    check_syntax(one, "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items()))
+    with pytest.raises(compile_module.CompilerError, match="static assertion failed"):
+        check_syntax(one, 'static_assert(kTile == 1, "");\n')
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_one_cta_fits_on_an_sm_and_nothing_is_spilled(key: tuple[Any, ...]) -> None:
+    used = usage_of(decode.SPECIALIZATIONS[key])
+    assert used.shared <= SHARED_PER_CTA
+    assert 2 * (used.shared + RESERVED_PER_CTA) > SHARED_PER_SM
+    assert used.registers <= REGISTERS_PER_THREAD
+    assert used.stack == 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_kv_tile_takes_the_products_of_its_packed_rows(key: tuple[Any, ...]) -> None:
+    """Of a consumer warp. No product waits for the one before it, and nothing is spilled in the mainloop."""
+    (dim, packed_rows, _, fp8), code = key, disassembly(decode.SPECIALIZATIONS[key])
+    tokens = decode.tile_tokens(dim, fp8 is not None)
+    products = [m.start() for m in re.finditer(r"\bHGMMA\.64x(\d+)x16", code)]
+    assert set(re.findall(r"\bHGMMA\.64x(\d+)x16", code)) == {str(packed_rows)}
+    assert len(products) == 2 * (tokens // 64) * (dim // 16)
+    assert len(re.findall(r"\bLDSM\b", code)) == (0 if fp8 is None else 2 * tokens * dim // 2048)
+    assert not re.search(r"\b(LDL|STL)\b", code[products[0] : products[-1]])
+
+
+@needs_nvrtc
+@needs_the_module
+def test_the_grid_is_kv_heads_by_ctas_of_the_plan(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[Any, ...]] = []
+    launch = decode.launch
+
+    def spy(one: Specialization, grid: Any, **arguments: Any) -> None:
+        launch(one, grid, **arguments)
+        grids.append((fake_driver.array("grid", 3), fake_driver.get("threads"), fake_driver.get("pdl")))
+
+    monkeypatch.setattr(decode, "launch", spy)
+    monkeypatch.setattr(decode, "is_eager", lambda q: True)
+    sizes: dict[str, Any] = {"kv_lens": (700, 20), "heads": (8, 2), "planner": {"num_ctas": 7}}
+    arguments = Setup("decode", Case("launch", dtype=torch.bfloat16, head_dims=(128, 128), **sizes)).arguments
+    tensors = [arguments.pop(name) for name in ("q", "k_cache", "v_cache", "plan", "workspace")]
+    decode.batch_decode(*tensors, **arguments)
+    assert grids == [([2, 7, 1], 288, 1)]
+
+
+GOOD = Problem(
+    op="batch_decode",
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    num_qo_heads=8,
+    num_kv_heads=2,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=16,
+)
+
+
+F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+TAKEN: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({}, (128, 8, BF16, None)),
+    ({"num_qo_heads": 16}, (128, 8, BF16, None)),
+    ({"num_qo_heads": 18}, (128, 16, BF16, None)),
+    ({"num_qo_heads": 32}, (128, 16, BF16, None)),
+    ({"dtype": F16, "kv_dtype": F16, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 8, F16, None)),
+    ({"kv_dtype": E4M3}, (128, 8, F16, E4M3)),
+    ({"dtype": F16, "kv_dtype": E5M2}, (128, 8, F16, E5M2)),
+    ({"page_size": 8}, (128, 8, BF16, None)),
+    ({"page_size": 264}, (128, 8, BF16, None)),
+    ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 8, BF16, None)),
+    ({"context_ranks": 2}, (128, 8, BF16, None)),
+]
+
+
+@pytest.mark.parametrize(("fields", "key"), TAKEN, ids=str)
+def test_calls_that_it_runs(fields: dict[str, Any], key: tuple[Any, ...], on_hopper: list[Specialization]) -> None:
+    assert unsupported.cuda_decode(replace(GOOD, **fields)) == []
+    assert on_hopper == [decode.SPECIALIZATIONS[key]]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
+    ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
+    ({"kv_dtype": torch.float16}, "the cache is torch.float16, neither torch.bfloat16 nor FP8"),
+    ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
+    ({"head_dim_qk": 128, "head_dim_vo": 64}, "head dimensions 128 and 64 have no tile"),
+    ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
+    ({"num_qo_heads": 34}, "it needs at most 16 query heads per KV head"),
+    ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
+    ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
+    ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
+    ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
+    (
+        {"options": ("window_left",), "context_ranks": 2},
+        "it does not implement window_left on the keys of one rank",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_reasons_one_by_one(fields: dict[str, Any], reason: str, on_hopper: list[Specialization]) -> None:
+    assert unsupported.cuda_decode(replace(GOOD, **fields)) == [reason]
+    assert not on_hopper  # nothing is compiled for a call that another kernel runs
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), None])
+def test_other_gpus_are_refused(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch, on_hopper: list[Specialization]
+) -> None:
+    monkeypatch.setattr(unsupported, "compute_capability", lambda device: capability)
+    assert unsupported.cuda_decode(GOOD) == [f"it needs compute capability 9.0, not {capability}"]
+    assert not on_hopper
