@@ -36,7 +36,6 @@ from attn_ops.plan.state import (
     allocate_prefill,
     full_tiles,
     keys_ahead,
-    split_tokens,
     workspace_size,
 )
 from attn_ops.symbolic_sizes import at_least, at_most, decide
@@ -48,10 +47,10 @@ Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 
 def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int = 1) -> PlanProblem:
-    """``rows``: query rows of a request, approximately."""
+    """The problem of a plan of ``spec`` for about ``rows`` query rows of each request."""
     sizes = packed_rows_of_tiles(spec.head_dim_qk, spec.head_dim_vo, device)
     tile_rows = spec.tile_rows(device) or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, sizes)
-    return PlanProblem(
+    return PlanProblem.of_options(
         page_size=spec.page_size,
         num_qo_heads=spec.num_qo_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -59,9 +58,10 @@ def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int 
         head_dim_vo=spec.head_dim_vo,
         max_kv_len=at_least(max_kv_len, 1),
         tile_rows=1 if spec.decode else tile_rows,
-        window=spec.window_left + 1,
-        ahead=keys_ahead(spec.causal, spec.window_right),
-        split=split_tokens(spec.fixed_split_size, spec.page_size),
+        window_left=spec.window_left,
+        causal=spec.causal,
+        window_right=spec.window_right,
+        fixed_split_size=spec.fixed_split_size,
     )
 
 

@@ -25,7 +25,7 @@ from attn_ops.plan.page_table import INTEGERS, real, seen
 from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
 from attn_ops.plan.plan_checks import MAX_SIZE, check_groups, check_head_shards
 from attn_ops.plan.sizing import power_of_two_from
-from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead, split_tokens, workspace_size
+from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
 from attn_ops.typed import integers
 
 MAX_WORKSPACE = 1 << 40
@@ -61,10 +61,13 @@ def planner_problem(
         in_range(name, value)
     for name, value in (("window_left", window_left), ("window_right", window_right)):
         BOUNDS[name].checked("planner", name, value)
-    split = split_tokens(fixed_split_size, sizes["page_size"])
-    ahead = keys_ahead(causal, window_right)
-    sizes = {name: int(size) for name, size in sizes.items()}  # NumPy's integers lack methods of Python's
-    problem = PlanProblem(**sizes, window=int(window_left) + 1, ahead=ahead, split=split)
+    problem = PlanProblem.of_options(
+        window_left=int(window_left),
+        causal=causal,
+        window_right=int(window_right),
+        fixed_split_size=None if fixed_split_size is None else int(fixed_split_size),
+        **{name: int(size) for name, size in sizes.items()},  # NumPy's integers lack methods of Python's
+    )
     if context is not None:
         context.check_page_size("planner", problem.page_size)
         if context.world > 1:

@@ -155,39 +155,30 @@ class ResizablePlan:
         storage = dict(self.storage or {})
         if not self.own_workspace:
             storage[WORKSPACE] = torch.empty(0, dtype=torch.float32, device=self.device)
+        shared: dict[str, Any] = {
+            "page_size": spec.page_size,
+            "num_qo_heads": spec.num_qo_heads,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim_qk,
+            "head_dim_vo": spec.head_dim_vo,
+            "max_kv_len": capacity.kv_len,
+            "window_left": spec.window_left,
+            "device": self.device,
+            "storage": storage,
+        }
         if spec.decode:
-            return DecodePlanner(
-                capacity.batch,
-                capacity.pages,
-                page_size=spec.page_size,
-                num_qo_heads=spec.num_qo_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim_qk,
-                head_dim_vo=spec.head_dim_vo,
-                max_kv_len=capacity.kv_len,
-                window_left=spec.window_left,
-                fixed_split_size=max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size,
-                device=self.device,
-                storage=storage,
-            )
+            split_size = max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size
+            return DecodePlanner(capacity.batch, capacity.pages, fixed_split_size=split_size, **shared)
         return PrefillPlanner(
             capacity.batch,
             capacity.rows,
             capacity.pages if spec.paged else 0,
-            page_size=spec.page_size,
-            num_qo_heads=spec.num_qo_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim_qk,
-            head_dim_vo=spec.head_dim_vo,
-            max_kv_len=capacity.kv_len,
             causal=spec.causal,
             window_right=spec.window_right,
-            window_left=spec.window_left,
             tile_rows=spec.capacity_tile_rows(self.device, capacity),
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
             fixed_split_size=spec.fixed_split_size,
-            device=self.device,
-            storage=storage,
+            **shared,
         )
 
 

@@ -108,6 +108,18 @@ class PlanProblem(NamedTuple):
     matrix_keys: int = 0
     placed: int = 0
 
+    @classmethod
+    def of_options(
+        cls, *, window_left: int, causal: bool, window_right: int, fixed_split_size: int | None, **sizes: int
+    ) -> PlanProblem:
+        """The problem of these sizes, by the names of the fields, and of the options of a planner."""
+        return cls(
+            **sizes,
+            window=window_left + 1,
+            ahead=keys_ahead(causal, window_right),
+            split=0 if fixed_split_size is None else -(-fixed_split_size * sizes["page_size"] // KV_BLOCK) * KV_BLOCK,
+        )
+
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:
         """The numbers that the shape of ``plan.problem`` carries. In graphs ``max_kv_len`` may be symbolic."""
@@ -140,11 +152,6 @@ _MAX_KV_LEN = PlanProblem._fields.index("max_kv_len")
 def keys_ahead(causal: bool, window_right: int) -> int:
     """``PlanProblem.ahead``: the keys that a row sees from its own position on, 0 for all."""
     return int(causal) or window_right + 1
-
-
-def split_tokens(fixed_split_size: int | None, page_size: int) -> int:
-    """``PlanProblem.split`` for splits of ``fixed_split_size`` pages: their tokens, rounded up to KV blocks."""
-    return 0 if fixed_split_size is None else -(-fixed_split_size * page_size // KV_BLOCK) * KV_BLOCK
 
 
 # No field's name starts with another field's: torch.export's guards replace them textually.
