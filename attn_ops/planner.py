@@ -7,6 +7,7 @@ can be captured in a CUDA graph. Page tables on the host are accepted too, and c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from attn_ops.plan.sizing import (
 )
 from attn_ops.plan.state import (
     DecodePlan,
+    PlanProblem,
     PrefillPlan,
     allocate_decode,
     allocate_prefill,
@@ -275,7 +277,7 @@ class PrefillPlanner(PlannerBase):
         if tile_rows is None:
             size = None if fixed_split_size is not None else (max_batch, max_tokens)
             tile_rows = _default_tile_rows(self.device, num_qo_heads, num_kv_heads, dims, head_shards, size)
-        self.problem = planner_problem(
+        self.problem = self._problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,
             causal=causal,
@@ -307,6 +309,10 @@ class PrefillPlanner(PlannerBase):
                 self.problem, max_batch, max_tokens, max_pages, self.device, max_splits, storage=fields
             )
             self._own(plan, (storage or {}).get(WORKSPACE), of_rank)
+
+    def _problem(self, **arguments: Any) -> PlanProblem:
+        """:func:`planner_problem`, to which a planner of block-sparse attention adds fields."""
+        return planner_problem(**arguments)
 
     @typed
     def plan(

@@ -29,10 +29,22 @@ from attn_ops.planner import PrefillPlanner
 from attn_ops.typed import typed
 
 
+class _MatrixPlanner(PrefillPlanner):
+    """A prefill planner whose plan problem has ``matrix_keys`` and ``placed``, which the op compares with its call."""
+
+    def __init__(self, *capacity: int, matrix_keys: int, placed: bool, **arguments: Any) -> None:
+        self._matrix = {"matrix_keys": int(matrix_keys), "placed": int(placed)}
+        super().__init__(*capacity, **arguments)
+
+    def _problem(self, **arguments: Any) -> PlanProblem:
+        return super()._problem(**arguments)._replace(**self._matrix)
+
+
 class _SparsePlanner:
     """A prefill planner whose requests are block rows."""
 
-    _planner: PrefillPlanner
+    def __init__(self, planner: PrefillPlanner) -> None:
+        self._planner = planner
 
     @property
     def problem(self) -> PlanProblem:
@@ -50,14 +62,9 @@ class _SparsePlanner:
     def device(self) -> torch.device:
         return self._planner.device
 
-    def _hold(self, planner: PrefillPlanner, keys: int, causal: bool) -> None:
-        """Plan with ``planner``; the op compares ``keys``, those of all heads that are requests, and ``causal``."""
-        planner.problem = planner.problem._replace(matrix_keys=keys, placed=int(causal))
-        with torch.inference_mode(False):
-            problem = planner.problem.as_shape_tensor(planner.device)
-        mark_static(problem)
-        planner.state = planner.state._replace(problem=problem)
-        self._planner = planner
+    @property
+    def _max_pages(self) -> int:
+        return self.state.kv_indices.shape[0]
 
     def _constant(self, values: list[int]) -> Tensor:
         """int32 on the device of the plan; a compiled graph reads it at this address."""
@@ -143,17 +150,15 @@ class BlockSparsePlanner(_SparsePlanner):
                 "pad the keys",
             )
         offsets, block_rows = uniform_rows(num_rows, num_keys, row_block, col_block, causal)
-        self.causal, self.max_blocks = causal, max_blocks
-        self._cols, self._col_block = num_keys // col_block, col_block
-        self._rows = -(-num_rows // row_block)
-        self._max_pages = max_blocks * most_requests(block_rows)
         if tile_rows is None:
             packed_rows = _packed_rows(head_dim, head_dim_vo, device)
             tile_rows = rows_per_tile(num_qo_heads, num_kv_heads, row_block, packed_rows)
-        planner = PrefillPlanner(
+        planner = _MatrixPlanner(
             len(block_rows),
             num_rows,
-            self._max_pages,
+            max_blocks * most_requests(block_rows),
+            matrix_keys=num_keys,
+            placed=causal,
             page_size=col_block,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -164,7 +169,9 @@ class BlockSparsePlanner(_SparsePlanner):
             num_ctas=num_ctas,
             device=device,
         )
-        self._hold(planner, num_keys, causal)
+        super().__init__(planner)
+        self.causal, self.max_blocks = causal, max_blocks
+        self._rows, self._cols, self._col_block = -(-num_rows // row_block), num_keys // col_block, col_block
         self._qo_indptr = self._constant(offsets)
         self._last = self._constant([col_block] * len(block_rows))
         self._block_rows = self._constant(block_rows)
@@ -252,16 +259,16 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         for name, size in {"num_rows": num_rows, "num_keys": num_keys, **sizes, "num_kv_heads": num_kv_heads}.items():
             in_range(name, size)
         check_groups("planner", num_qo_heads, num_kv_heads)
-        self.causal, self.num_rows, self.num_keys = causal, num_rows, num_keys
-        self._shape = num_kv_heads, num_block_rows, num_block_cols
         group, rows = num_qo_heads // num_kv_heads, -(-num_rows // num_block_rows)
         if tile_rows is None:
             packed_rows = _packed_rows(head_dim, head_dim_vo, device)
             tile_rows = rows_per_tile(group, 1, rows, packed_rows)
-        planner = PrefillPlanner(
+        planner = _MatrixPlanner(
             num_kv_heads * (num_block_rows + (num_block_cols if causal else 0)),
             num_kv_heads * num_rows,
             max_pages,
+            matrix_keys=num_kv_heads * num_keys,
+            placed=causal,
             page_size=page_size,
             num_qo_heads=group,
             num_kv_heads=1,
@@ -272,7 +279,9 @@ class VariableBlockSparsePlanner(_SparsePlanner):
             num_ctas=num_ctas,
             device=device,
         )
-        self._hold(planner, num_kv_heads * num_keys, causal)
+        super().__init__(planner)
+        self.causal, self.num_rows, self.num_keys = causal, num_rows, num_keys
+        self._shape = num_kv_heads, num_block_rows, num_block_cols
 
     @typed
     def plan(
@@ -301,16 +310,15 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         mask, row_sz, col_sz = (
             t.to(self.device, non_blocking=True) for t in (block_mask_map, block_row_sz, block_col_sz)
         )
-        max_pages = self.state.kv_indices.shape[0]
         qo_indptr, *table, positions = variable_table(
-            mask, row_sz, col_sz, self.problem.page_size, max_pages, self.causal
+            mask, row_sz, col_sz, self.problem.page_size, self._max_pages, self.causal
         )
         if checked:
             self._check_capacity(int(table[0][-1]))
         return self._fill(qo_indptr, tuple(table), positions if self.causal else None)
 
     def _check_capacity(self, pages: int) -> None:
-        capacity = self.state.kv_indices.shape[0]
+        capacity = self._max_pages
         if pages > capacity:
             fail(
                 CapacityError,
