@@ -30,7 +30,7 @@ from attn_ops.frontend.base import graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache, token_offsets
 from attn_ops.frontend.deepseek import trtllm_ragged_attention_deepseek
 from attn_ops.frontend.kv_cache import PagedCache
-from attn_ops.frontend.masks import multi_item_mask, packed_single_mask
+from attn_ops.frontend.masks import packed_single_mask
 from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
@@ -271,19 +271,15 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         )
         qo_indptr = self._rows(qo_indptr, seq_lens if seq_lens_q is None else seq_lens_q, spec)
         table = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
-        custom_mask = multi_item_mask(
-            where,
-            prefix_len_ptr,
-            token_pos_in_items_ptr,
-            token_pos_in_items_len,
-            (custom_mask, packed_custom_mask),
-            table,
-            spec.page_size,
-            self.device,
-        )
         split = splitting(where, fixed_split_size, disable_split_kv)
-        options = attention_options(
+        return self._prepare_prefill(
             where,
+            "batch_prefill",
+            table,
+            spec._replace(causal=causal, window_left=window_left, window_right=window_right, **split),
+            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            (custom_mask, packed_custom_mask),
+            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len),
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
@@ -291,16 +287,6 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             window_right=window_right,
-        )
-        return self._prepare(
-            where,
-            "batch_prefill",
-            table,
-            spec._replace(causal=causal, window_left=window_left, window_right=window_right, **split),
-            options._replace(causal=causal),
-            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
         )
 
     begin_forward = plan = committing(prepare_plan)

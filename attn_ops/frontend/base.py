@@ -15,7 +15,16 @@ from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, PlanError, ShapeError, fail
 from attn_ops.frontend import masks
-from attn_ops.frontend.arguments import DTypes, as_sinks, layout, own_backend, positional, positive, refuse
+from attn_ops.frontend.arguments import (
+    DTypes,
+    as_sinks,
+    attention_options,
+    layout,
+    own_backend,
+    positional,
+    positive,
+    refuse,
+)
 from attn_ops.frontend.call_plans import problem_of
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.outputs import OutputSpec
@@ -217,6 +226,28 @@ class Wrapper:
         if self._workspace is not None:
             workspace = self._workspace_for(where, sized.planner.state, self._workspace)
         return PreparedPlan(self, op, table, size, sized, workspace, options, dtypes, mask)
+
+    def _prepare_prefill(
+        self,
+        where: str,
+        op: str,
+        table: PageTable,
+        spec: PlanSpec,
+        dtypes: DTypes,
+        custom_masks: tuple[Tensor | None, Tensor | None],
+        items: tuple[Tensor | None, Tensor | None, int],
+        **options: Any,
+    ) -> PreparedPlan:
+        """:meth:`_prepare` of a prefill with masks and options as plan() takes them.
+
+        ``custom_masks`` are the custom mask and the packed one, ``items`` the first arguments of
+        :func:`masks.multi_item_mask`, and ``options`` those of :func:`attention_options`.
+        """
+        custom_mask = masks.multi_item_mask(where, *items, custom_masks, table, spec.page_size, self.device)
+        given = attention_options(where, **options)._replace(causal=spec.causal)
+        return self._prepare(
+            where, op, table, spec, given, dtypes, custom_mask=custom_mask, packed_custom_mask=custom_masks[1]
+        )
 
     def _commit(self, prepared: PreparedPlan) -> None:
         spec, size = prepared.sized.spec, prepared.size

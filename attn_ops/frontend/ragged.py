@@ -8,18 +8,9 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.frontend.arguments import (
-    DType,
-    DTypes,
-    attention_options,
-    check_fp16_reduction,
-    refuse,
-    renamed,
-    required,
-)
+from attn_ops.frontend.arguments import DType, DTypes, check_fp16_reduction, refuse, renamed, required
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
 from attn_ops.frontend.cudnn import check_repeated, token_offsets
-from attn_ops.frontend.masks import multi_item_mask
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
@@ -142,18 +133,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         check_repeated(where, "v_indptr", v_indptr, "kv_indptr", kv_indptr, kv_heads * spec.head_dim_vo)
         check_repeated(where, "o_indptr", o_indptr, "qo_indptr", qo_indptr, qo_heads * spec.head_dim_vo)
         table = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
-        custom_mask = multi_item_mask(
+        return self._prepare_prefill(
             where,
-            prefix_len_ptr,
-            token_pos_in_items_ptr,
-            token_pos_in_items_len,
-            (custom_mask, packed_custom_mask),
+            "ragged_prefill",
             table,
-            1,
-            self.device,
-        )
-        options = attention_options(
-            where,
+            spec,
+            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            (custom_mask, packed_custom_mask),
+            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len),
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
@@ -161,16 +148,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             window_right=window_right,
-        )
-        return self._prepare(
-            where,
-            "ragged_prefill",
-            table,
-            spec,
-            options._replace(causal=causal),
-            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
         )
 
     begin_forward = plan = committing(prepare_plan)
