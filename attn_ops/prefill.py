@@ -291,6 +291,11 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
 
     begin_forward = plan = committing(prepare_plan)
 
+    # FlashInfer has non_blocking in plan() alone: in workspace_size() the arguments after it come one place earlier.
+    _size_signature = inspect.Signature(
+        [p for name, p in inspect.signature(prepare_plan).parameters.items() if name not in ("self", "non_blocking")]
+    )
+
     def _rows(self, qo_indptr: Tensor, qo_lens: Tensor | None, spec: PlanSpec) -> Tensor:
         """``qo_indptr`` in query rows. With ``backend="cudnn"`` it counts elements where ``qo_lens`` say so."""
         if not self._element_offsets:
@@ -320,11 +325,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         where = f"{self._name}.workspace_size"
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
-        kwargs.pop("non_blocking", None)  # FlashInfer has it in plan() alone: arguments after it come one place earlier
-        signature = inspect.signature(self.plan)
-        parameters = [one for name, one in signature.parameters.items() if name != "non_blocking"]
-        signature = signature.replace(parameters=parameters)
-        given = signature.bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
+        kwargs.pop("non_blocking", None)
+        given = self._size_signature.bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask", "prefix_len_ptr"))
         spec = spec._replace(
