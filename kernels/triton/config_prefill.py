@@ -13,6 +13,7 @@ import triton
 from attn_ops.kernels.triton.config_decode import shared_memory
 from attn_ops.kernels.triton.launch import Options
 
+from attn_ops.ops.unsupported import compute_capability
 from attn_ops.plan.sizing import CTA_PACKED_ROWS
 from attn_ops.plan.state import KV_BLOCK
 
@@ -85,10 +86,10 @@ TILES_FLOAT32 = (
 """For float32, which does not use tensor cores; beyond a padded head dim of 128 the last one."""
 
 
-@functools.cache
 def tensor_memory(device: torch.device) -> bool:
     """Whether matrix products of 64 rows and more accumulate in tensor memory, not in registers: on Blackwell."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 10
+    capability = compute_capability(device)
+    return capability is not None and capability[0] == 10
 
 
 @functools.cache

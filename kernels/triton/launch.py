@@ -39,6 +39,7 @@ from attn_ops.eager import launches
 from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.native.images import MAX_LOADED, collecting, load
+from attn_ops.ops.unsupported import compute_capability
 
 DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Triton releases in which the parameters of a compiled kernel are known (:mod:`.cubin`)."""
@@ -91,9 +92,9 @@ def constexpr_table(cls: Table) -> Table:
     return cls
 
 
-@functools.cache  # one entry for each GPU
 def _has_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    capability = compute_capability(device)
+    return capability is not None and capability >= (9, 0)
 
 
 def is_eager(t: Tensor) -> bool:
