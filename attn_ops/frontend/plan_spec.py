@@ -9,6 +9,7 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import positive, renamed, required
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.typed import integers
 
 
 def prefill_spec(
@@ -41,8 +42,9 @@ def prefill_spec(
 def splitting(where: str, fixed_split_size: int | None, disable_split_kv: bool) -> dict[str, Any]:
     """``unsplit`` and ``fixed_split_size`` of a spec; -1 means None, and ``disable_split_kv`` takes precedence."""
     size = None if fixed_split_size == -1 else fixed_split_size
-    if size is not None and size < 1:
-        fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, or None", "change it")
     if size is not None:
+        integers(where, fixed_split_size=size)
+        if size < 1:
+            fail(OptionError, where, f"fixed_split_size is {size}", "1 page or more, or None", "change it")
         positive(where, fixed_split_size=size)
     return {"unsplit": disable_split_kv, "fixed_split_size": None if disable_split_kv else size}

@@ -293,6 +293,8 @@ def test_workspace_size_takes_the_arguments_of_plan() -> None:
     assert wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, *others, *splits) == by_name != (size, integers)
     with pytest.raises(TypeError, match="casual"):
         wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, casual=True)
+    with pytest.raises(errors.ArgumentError, match=r"fixed_split_size is '4', of type str; expected an integer"):
+        wrapper.workspace_size(r.qo_indptr, *r.table, *r.sizes, fixed_split_size="4")
 
 
 def test_workspace_size_of_offsets_in_elements() -> None:
