@@ -71,8 +71,8 @@ def combine_step(
     """``(row_max, row_sum, acc)`` of the first ``SPLITS`` of the slots ``[first, stop)``, for the heads of a row."""
     lse, value = load_partials(partial, slots, first, stop, heads, mask, d, NUM_HEADS, DIM, SPLITS)
     row_max = tl.maximum(tl.max(lse, 0), LOWEST)
-    weights = exp2(lse - row_max)
-    return row_max, tl.sum(weights, 0), tl.sum(weights[:, :, None] * value, 0)
+    split_alpha = exp2(lse - row_max)
+    return row_max, tl.sum(split_alpha, 0), tl.sum(split_alpha[:, :, None] * value, 0)
 
 
 @triton.jit

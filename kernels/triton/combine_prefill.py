@@ -81,12 +81,12 @@ def combine_row(
             partial_out + at[:, None, None] * DIM + d, mask=mask[:, None, None] & (d < DIM), other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
-        row_max, row_sum, alpha, weights = combine_splits(row_max, row_sum, split_lse)
-        weights = weights[:, None]
+        row_max, row_sum, alpha, split_alpha = combine_splits(row_max, row_sum, split_lse)
+        factor = split_alpha[:, None]
         if SCALE_COLUMNS:
             scale_at = at[:, None] * (DIM // SCALE_COLUMNS) + first_d // SCALE_COLUMNS + scale
-            weights *= tl.load(scales + scale_at, mask=mask[:, None], other=0.0, cache_modifier=".cg")
-        acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * split_out, 0)
+            factor *= tl.load(scales + scale_at, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+        acc = acc * alpha[:, None] + tl.sum(factor[:, :, None] * split_out, 0)
     if SINKS:
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2E)
     if exists:

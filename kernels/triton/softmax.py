@@ -91,13 +91,13 @@ def combine(max_a, sum_a, max_b, sum_b):
 
 @triton.jit
 def combine_splits(row_max, row_sum, lse):
-    """``(row_max, row_sum, alpha, weights)`` of a row's state ``[1]`` and partial results with ``lse [splits]``.
+    """``(row_max, row_sum, alpha, split_alpha)`` of a row's state ``[1]`` and partial results with ``lse [splits]``.
 
-    Then ``acc = acc * alpha + sum(weights * partial)``.
+    Then ``acc = acc * alpha + sum(split_alpha * partial)``.
     """
     new_max = tl.maximum(row_max, tl.max(lse, 0, keep_dims=True))
-    alpha, weights = rescale_factor(row_max, new_max), rescale_factor(lse, new_max)
-    return new_max, row_sum * alpha + tl.sum(weights, 0, keep_dims=True), alpha, weights
+    alpha, split_alpha = rescale_factor(row_max, new_max), rescale_factor(lse, new_max)
+    return new_max, row_sum * alpha + tl.sum(split_alpha, 0, keep_dims=True), alpha, split_alpha
 
 
 @triton.jit
