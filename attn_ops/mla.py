@@ -204,8 +204,10 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             assert kv_indices is not None
             assert kv_len_arr is not None
             return by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)
-        if any(t is not None for t in listed):
-            fail(ArgumentError, where, "kv_indptr and block_tables are both given", "one page table", "drop one")
+        names = ("kv_indptr", "kv_indices", "kv_len_arr")
+        given = ", ".join(name for name, t in zip(names, listed, strict=True) if t is not None)
+        if given:
+            fail(ArgumentError, where, f"{given} and block_tables are both given", "one page table", "drop one")
         pages = block_table(where, "block_tables", block_tables, block_tables.device)
         capacity = pages.shape[1] * page_size
         tokens = lengths(where, "seq_lens", seq_lens, pages.shape[0], pages.device, capacity)

@@ -46,6 +46,16 @@ def test_private_attributes_hold_the_options_of_a_plan() -> None:
     assert wrapper._logits_soft_cap == 0.0
 
 
+@pytest.mark.parametrize("given", [("kv_indptr",), ("kv_indices",), ("kv_indices", "kv_len_arr")])
+def test_a_page_table_beside_block_tables_is_named(given: tuple[str, ...]) -> None:
+    m = Latents()
+    tables = dict(zip(("kv_indptr", "kv_indices", "kv_len_arr"), m.table, strict=True))
+    arguments = {"num_heads": 3, "page_size": m.page_size, "block_tables": m.block_tables, "seq_lens": m.table[2]}
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    with pytest.raises(errors.ArgumentError, match=rf"\.plan: {', '.join(given)} and block_tables are both given; "):
+        wrapper.plan(m.qo_indptr, **{name: tables[name] for name in given}, **arguments, sm_scale=0.1)
+
+
 def test_default_scale_of_512_and_64() -> None:
     m = Latents(((1, 40), (3, 20)), dims=(512, 64))
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
