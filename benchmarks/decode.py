@@ -8,7 +8,7 @@ import torch
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, add_peers, add_rows
 from benchmarks.decode_peers import DECODE_PEERS
 from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import ROWS, DecodeRow
@@ -69,8 +69,4 @@ def _measure(row: DecodeRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    comparison = Comparison({OURS: ours}, selected(DECODE_PEERS, args), DECODE_PEERS)
-    results = comparison.rows(chosen(ROWS, args), lambda row: _measure(row, comparison))
-    columns = report.Columns((OURS,), tuple(comparison.peers))
-    title, absent = report.title_of(args.name), comparison.not_measured
-    report.save(args.name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])
+    report.compare(args, args.name, NOTE, ROWS, {OURS: ours}, DECODE_PEERS, _measure, libraries=["flash_attn"])

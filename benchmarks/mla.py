@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import METHOD, Comparison, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import METHOD, Comparison, add_peers, add_rows
 from benchmarks.mla_peers import MLA_PEERS
 from benchmarks.prefill_problem import MlaProblem
 from benchmarks.prefill_rows import MLA_ROWS, MlaRow
@@ -56,7 +56,4 @@ def _measure(row: MlaRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    comparison = Comparison({OURS: _ours}, selected(MLA_PEERS, args), MLA_PEERS)
-    results = comparison.rows(chosen(MLA_ROWS, args), lambda row: _measure(row, comparison))
-    columns = report.Columns((OURS,), tuple(comparison.peers))
-    report.save("mla", "MLA decode", NOTE, results, args.output, columns, comparison.not_measured)
+    report.compare(args, "mla", NOTE, MLA_ROWS, {OURS: _ours}, MLA_PEERS, _measure, title="MLA decode")

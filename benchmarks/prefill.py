@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, Prepare, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, Prepare, add_peers, add_rows
 from benchmarks.decode import MAX_FP8_ERROR
 from benchmarks.prefill_peers import PREFILL_PEERS
 from benchmarks.prefill_problem import PrefillProblem
@@ -87,9 +87,5 @@ def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
     rows, ours = (PREFILL_FP8_ROWS, FP8_OURS) if args.fp8 else (PREFILL_ROWS, OURS)
-    name = args.name or ("prefill_fp8" if args.fp8 else "prefill")
-    comparison = Comparison(ours, selected(PREFILL_PEERS, args), PREFILL_PEERS)
-    results = comparison.rows(chosen(rows, args), lambda row: _measure(row, comparison))
-    columns = report.Columns(tuple(ours), tuple(comparison.peers), higher_is_better=True)
-    title, absent = report.title_of(name), comparison.not_measured
-    report.save(name, title, NOTE, results, args.output, columns, absent, libraries=["flash_attn"])
+    name, libraries = args.name or ("prefill_fp8" if args.fp8 else "prefill"), ["flash_attn"]
+    report.compare(args, name, NOTE, rows, ours, PREFILL_PEERS, _measure, higher_is_better=True, libraries=libraries)

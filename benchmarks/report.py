@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 
 import attn_ops
 from attn_ops.ops.inductor import sources_tag
-from benchmarks.comparison import ALL, NotMeasured
+from benchmarks.comparison import ALL, Comparison, NotMeasured, Prepare, R, chosen, selected
 
 RESULTS = Path(__file__).with_name("results")
 PEAK_BYTES_PER_US = 4.45e6
@@ -188,3 +188,26 @@ def save(
     text = markdown(data)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     print(text, flush=True)
+
+
+def compare(
+    args: argparse.Namespace,
+    name: str,
+    note: str,
+    rows: Sequence[R],
+    ours: Mapping[str, Prepare],
+    peers: Mapping[str, Prepare],
+    measure: Callable[[R, Comparison], Row],
+    *,
+    title: str | None = None,
+    higher_is_better: bool = False,
+    libraries: Sequence[str] = (),
+) -> None:
+    """Measure the rows that ``--rows`` selects, with the peers that ``--peers`` selects, and :func:`save` them.
+
+    ``title`` is by default :func:`title_of` the name.
+    """
+    comparison = Comparison(ours, selected(peers, args), peers)
+    results = comparison.rows(chosen(rows, args), lambda row: measure(row, comparison))
+    columns = Columns(tuple(ours), tuple(comparison.peers), higher_is_better)
+    save(name, title or title_of(name), note, results, args.output, columns, comparison.not_measured, libraries)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.comparison import METHOD, Comparison, Prepare, add_peers, add_rows, chosen, largest_error, selected
+from benchmarks.comparison import METHOD, Comparison, Prepare, add_peers, add_rows, largest_error
 from benchmarks.page_table import PageTable
 from benchmarks.peers import flashinfer
 from benchmarks.timing import Call, copies_for, device_microseconds
@@ -216,8 +216,5 @@ def _measure(row: SmallRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    comparison = Comparison({OURS: _ours}, selected(PEERS, args), PEERS)
-    results = comparison.rows(chosen(ROWS, args), lambda row: _measure(row, comparison))
-    columns = report.Columns((OURS,), tuple(comparison.peers))
     title = "Merging states and appending tokens"
-    report.save("small_ops", title, NOTE, results, args.output, columns, comparison.not_measured)
+    report.compare(args, "small_ops", NOTE, ROWS, {OURS: _ours}, PEERS, _measure, title=title)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attn_ops
 from benchmarks import report
-from benchmarks.comparison import METHOD, Comparison, NotMeasuredError, Prepare, add_peers, add_rows, chosen, selected
+from benchmarks.comparison import METHOD, Comparison, NotMeasuredError, Prepare, add_peers, add_rows
 from benchmarks.peers import flashinfer, flashinfer_workspace
 from benchmarks.sparse_problem import SPARSE_ROWS, SparseProblem, SparseRow
 from benchmarks.timing import Call
@@ -102,7 +102,4 @@ def _measure(row: SparseRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    comparison = Comparison(OURS, selected(SPARSE_PEERS, args), SPARSE_PEERS)
-    results = comparison.rows(chosen(SPARSE_ROWS, args), lambda row: _measure(row, comparison))
-    columns = report.Columns(tuple(OURS), tuple(comparison.peers), higher_is_better=True)
-    report.save(args.name, report.title_of(args.name), NOTE, results, args.output, columns, comparison.not_measured)
+    report.compare(args, args.name, NOTE, SPARSE_ROWS, OURS, SPARSE_PEERS, _measure, higher_is_better=True)

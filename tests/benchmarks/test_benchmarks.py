@@ -394,6 +394,22 @@ def test_a_benchmark_that_is_ended_keeps_its_rows(finalizer: bool, monkeypatch: 
     assert found.not_measured == [NotMeasured("all", late, "the process was ended before")]
 
 
+def test_a_benchmark_saves_the_selected_rows_and_peers(
+    timed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on_cpu(monkeypatch, decode, "DecodeProblem")
+    monkeypatch.setattr(decode, "ROWS", [replace(SMALL, name="first"), SMALL])
+    monkeypatch.setattr(decode, "DECODE_PEERS", {"good": decode.ours, "other": decode.ours})
+    parser = argparse.ArgumentParser()
+    decode.add_arguments(parser)
+    decode.run(parser.parse_args(["--rows", "1", "--peers", "go", "--output", str(tmp_path)]))
+    data = json.loads((tmp_path / "decode.json").read_text(encoding="utf-8"))
+    assert data["title"] == "Decode"
+    assert [(row["row"], row[report.FASTEST]) for row in data["rows"]] == [("small (cpu.sdpa)", "good")]
+    assert data["not measured"] == [NotMeasured("other", "small", "left out with --peers")._asdict()]
+    assert "flash_attn" in data["environment"]
+
+
 def test_saved_results_have_a_headline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "environment", lambda: {"gpu": "Some GPU"})
     rows = [{"row": "a", "attn_ops": 2.0, "flashinfer": 3.0}]
