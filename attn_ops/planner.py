@@ -16,6 +16,7 @@ from attn_ops.eager.prepared_call import OpCall, prepared
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import ArgumentError, CapacityError, OptionError, fail
 from attn_ops.plan.context import ContextShard
+from attn_ops.plan.page_table import kv_lengths
 from attn_ops.plan.page_table_checks import check_indptr
 from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD, MAX_QUERY_ROWS, check_products
 from attn_ops.plan.planner_base import (
@@ -387,11 +388,13 @@ class PrefillPlanner(PlannerBase):
         def check_rows() -> None:
             if validates(validate, qo_indptr):
                 self._check_rows(qo_indptr)
-                if self.problem.split and validates(validate, kv_indptr, kv_last_page_len):
-                    self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
+
+        def check_splits() -> None:
+            if self.problem.split and validates(validate, qo_indptr, kv_indptr, kv_last_page_len):
+                self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
 
         indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-        self._check(validate, indptrs, kv_indices, kv_last_page_len, check_rows)
+        self._check(validate, indptrs, kv_indices, kv_last_page_len, check_rows, check_splits)
 
     def _check_rows(self, qo_indptr: Tensor) -> None:
         check_indptr("qo_indptr", qo_indptr)
@@ -406,8 +409,11 @@ class PrefillPlanner(PlannerBase):
             )
 
     def _check_splits(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
-        pages, capacity = kv_indptr.cpu().long().diff(), num_partials(self.state)
-        kv_len = torch.where(pages > 0, (pages - 1) * self.problem.page_size + last.cpu(), 0)
+        check_indptr("kv_indptr", kv_indptr)
+        if not qo_indptr.numel() == kv_indptr.numel() == last.numel() + 1:
+            return  # the op refuses them
+        capacity = num_partials(self.state)
+        kv_len = kv_lengths(kv_indptr.cpu().long().diff(), last.cpu(), self.problem.page_size)
         own = kv_len if self.context is None else self.context.owned_tokens(kv_len)
         needed = count_splits(self.problem, qo_indptr.cpu().long().diff(), own, kv_len)
         if needed > capacity:

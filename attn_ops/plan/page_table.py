@@ -117,8 +117,8 @@ class PageTable(NamedTuple):
         if tables.kv_indices is None:
             return tables, BatchSize(batch, rows, 0, _largest(steps), keys=int(kv_indptr[-1]))
         used = int(kv_indptr[-1])
-        last = page_size if self.kv_last_page_len is None else self.kv_last_page_len.cpu()
-        kv_len = _largest(torch.where(steps > 0, (steps - 1) * page_size + last, 0))
+        assert self.kv_last_page_len is not None
+        kv_len = _largest(kv_lengths(steps, self.kv_last_page_len.cpu(), page_size))
         return tables._replace(kv_indices=tables.kv_indices[:used]), BatchSize(batch, rows, used, kv_len)
 
     def bounded(self) -> tuple[PageTable, BatchSize]:
@@ -136,7 +136,12 @@ class PageTable(NamedTuple):
         qo = torch.ones_like(kv_steps) if self.qo_indptr is None else self.qo_indptr.cpu().long().diff()
         if self.kv_last_page_len is None:
             return qo, kv_steps
-        return qo, torch.where(kv_steps > 0, (kv_steps - 1) * page_size + self.kv_last_page_len.cpu(), 0)
+        return qo, kv_lengths(kv_steps, self.kv_last_page_len.cpu(), page_size)
+
+
+def kv_lengths(pages: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
+    """KV tokens of requests with so many ``pages``. Lengths out of range are clamped, as planning does."""
+    return torch.where(pages > 0, (pages - 1) * page_size + last_page_len.clamp(1, page_size), 0)
 
 
 def _largest(lengths: Tensor) -> int:

@@ -205,20 +205,24 @@ class PlannerBase:
         indptrs: dict[str, Tensor],
         indices: Tensor,
         last: Tensor,
-        check_rows: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
     ) -> None:
         """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host.
 
-        ``check_rows`` checks what else a planner does. With a group all of it runs before the ranks compare.
+        ``before`` and ``after`` check what else a planner does, before the contents and after them. With a group all of
+        it runs before the ranks compare.
         """
         contents = validates(validate, *indptrs.values(), indices, last)
 
         def check() -> None:
             check_integers({**indptrs, "kv_indices": indices, "kv_last_page_len": last})
-            if check_rows is not None:
-                check_rows()
+            if before is not None:
+                before()
             if contents:
                 self._check_contents(indptrs, indices, last)
+            if after is not None:
+                after()
 
         context = self.context
         if validate and context is not None and context.group is not None:

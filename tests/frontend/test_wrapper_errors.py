@@ -270,6 +270,13 @@ CASES: dict[str, Case] = {
         errors.PageTableError,
         "kv_last_page_len[0] is 17; expected 1 to page_size 16",
     ),
+    "last_page_len beyond every capacity": (
+        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
+            *(t.cpu() for t in R.table[:2]), torch.tensor([1, 1, 1 << 30, 1]), *R.sizes
+        ),
+        errors.PageTableError,
+        "kv_last_page_len[2] is 1073741824; expected 1 to page_size 16",
+    ),
     "falling indptr": (
         lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
             torch.tensor([0, 5, 3]), torch.tensor([0, 5, 6]), 4, 2, 64

@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlan, PrefillPlanner
-from attn_ops.errors import CapacityError, OptionError
+from attn_ops.errors import CapacityError, OptionError, PageTableError, ShapeError
+from attn_ops.plan import planner_base
 from attn_ops.plan.sizing import count_splits, max_splits_for
 from attn_ops.plan.state import KV_BLOCK, PlanProblem, num_partials, num_slots, workspace_size
 
@@ -198,6 +199,39 @@ def test_too_many_splits_are_refused_on_the_host_and_not_made_from_device_length
     table = page_table([n for _, n in lengths], 16)
     plan = planner.plan(indptr([16, 16, 16]), *table, validate=False)
     assert [i.slot for i in items(plan) if i.rows] == [-1] * 3
+
+
+@pytest.mark.parametrize(
+    ("kv_indptr", "last", "message"),
+    [
+        ([0, 2, 3], [3, 4, 5], r"kv_last_page_len is \[3\]; expected \[2\]"),
+        ([0, 2, 1 << 30], [3, 4], "kv_indptr ends at 1073741824 and kv_indices has 5 entries"),
+        ([0, 2, 3], [3, 1 << 30], r"kv_last_page_len\[1\] is 1073741824; expected 1 to page_size 16"),
+    ],
+)
+def test_the_splits_of_a_page_table_are_counted_once_it_is_checked(
+    kv_indptr: list[int], last: list[int], message: str
+) -> None:
+    planner = PrefillPlanner(2, 8, 8, page_size=16, fixed_split_size=4, **SIZES)
+    table = [torch.tensor(t) for t in ([0, 4, 8], kv_indptr, [0, 1, 2, 3, 4], last)]
+    for call in (planner.plan, planner.check):
+        with pytest.raises((PageTableError, ShapeError), match=message):
+            call(*table)
+
+
+@pytest.mark.parametrize(
+    "lengths", [([0, 4, 8], [0, 2, 3], [3, 4, 5]), ([0, 4, 8], [0, 2], [3]), ([0, 8], [2, 1], [3])]
+)
+def test_lengths_on_the_host_are_checked_before_splits_are_counted(
+    lengths: tuple[list[int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page numbers on a device are not read."""
+    qo_indptr, kv_indptr, last = map(torch.tensor, lengths)
+    kv_indices = torch.arange(5)
+    monkeypatch.setattr(planner_base, "seen", lambda t: t is not kv_indices)
+    planner = PrefillPlanner(2, 8, 8, page_size=16, fixed_split_size=4, **SIZES)
+    with pytest.raises((PageTableError, ShapeError), match=r"has length|kv_indptr starts at 2"):
+        planner.plan(qo_indptr, kv_indptr, kv_indices, last)
 
 
 @given(
