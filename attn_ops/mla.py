@@ -171,19 +171,19 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             num_kv_heads=1,
             head_dim_qk=ckv + kpe,
             head_dim_vo=ckv,
-            causal=bool(causal),
+            causal=causal or False,
         )
         scale = default_scale(where, ckv, kpe) if sm_scale is None else sm_scale
+        out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)
         dtypes = None
         if q_data_type is not None:
-            dtypes = DTypes(where, q_data_type, kv_data_type, output_dtype)
-            if dtypes.o in FP8 and output_dtype is None:
+            dtypes = DTypes(where, q_data_type, kv_data_type, out)
+            if dtypes.o in FP8 and out is None:
                 dtypes.o = torch.bfloat16
         elif kv_data_type is not None:
             as_dtype(where, "kv_data_type", kv_data_type)  # refuses what is no dtype
-        options = bounded(where, AttentionOptions(sm_scale=scale, causal=bool(causal)))
+        options = bounded(where, AttentionOptions(sm_scale=scale, causal=spec.causal))
         table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
-        out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)
         plan = self._prepare(where, "batch_mla", table, spec, options, dtypes)
         return plan.with_state(_lse_base=LSE_MODES[lse_mode], _output_dtype=out)
 

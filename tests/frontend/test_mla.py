@@ -56,6 +56,20 @@ def test_a_page_table_beside_block_tables_is_named(given: tuple[str, ...]) -> No
         wrapper.plan(m.qo_indptr, **{name: tables[name] for name in given}, **arguments, sm_scale=0.1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q_data_type": "float16", "output_dtype": torch.int8}, errors.UnsupportedError, "output_dtype is int8"),
+        ({"causal": "bottom-right"}, errors.ArgumentError, "causal is 'bottom-right', of type str"),
+    ],
+)
+def test_errors_of_plan_name_its_arguments(
+    arguments: dict[str, Any], error: type[errors.AttnOpsError], message: str
+) -> None:
+    with pytest.raises(error, match=rf"^BatchMLAPagedAttentionWrapper\.plan: {message}"):
+        planned(Latents(), **arguments)
+
+
 def test_default_scale_of_512_and_64() -> None:
     m = Latents(((1, 40), (3, 20)), dims=(512, 64))
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
