@@ -51,7 +51,7 @@ OUTPUT_SCALES = ("none", "per-tensor")
 
 
 def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
-    """Of 512 + 64, whose keys are 128 + 64 wide before they are absorbed; other sizes have to name theirs."""
+    """``sm_scale`` of 512 + 64, whose keys are 128 + 64 wide before absorption. Other sizes have no default."""
     if (head_dim_ckv, head_dim_kpe) != MLA_DIMS:
         fail(
             OptionError,
@@ -348,7 +348,10 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         return self.run(query=q, kv_cache=kv_cache, page_table=page_table, kv_len=seq_lens)
 
     def _dequantized_pages(self, pages: Tensor) -> Tensor:
-        """The page table of dequantized pages. Eager calls keep it: prepared calls are evicted with it."""
+        """The page table of dequantized pages, 0, 1 and so on.
+
+        Prepared calls are evicted with this tensor, so eager calls keep it.
+        """
         numbers = self._page_numbers
         if numbers is None or numbers.shape != pages.shape:
             with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):

@@ -121,7 +121,6 @@ class DecodePlanner(PlannerBase):
         context: ContextShard | None = None,
         head_shards: int = 1,
     ) -> None:
-        super().__init__()
         self.context = context
         in_range("max_batch", max_batch)
         in_range("max_pages", max_pages, least=0)
@@ -266,7 +265,6 @@ class PrefillPlanner(PlannerBase):
                 "page_size 1 and a number of tokens",
                 "give max_kv_len, or max_pages for a paged cache",
             )
-        super().__init__()
         self.context = context
         in_range("max_batch", max_batch)
         in_range("max_tokens", max_tokens, most=MAX_QUERY_ROWS)

@@ -117,7 +117,7 @@ def single_prefill_with_kv_cache(
     )
     kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
     check_dense(where, q, k, v)
-    _check_pairs(where, custom_mask, q.shape[0], k.shape[kv_dim])
+    _check_mask_shape(where, custom_mask, q.shape[0], k.shape[kv_dim])
     mask = packed_single_mask(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
     return dense_call(
         where,
@@ -132,8 +132,8 @@ def single_prefill_with_kv_cache(
     )
 
 
-def _check_pairs(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:
-    """A mask that is not flat has a dimension for query rows, and one for keys."""
+def _check_mask_shape(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:
+    """A mask is flat, or has a dimension for query rows and one for keys."""
     if mask is not None and mask.dim() != 1 and tuple(mask.shape) != (qo_len, kv_len):
         fail(ShapeError, where, f"custom_mask is {shape_of(mask)}", f"[{qo_len}, {kv_len}], or flat", "reshape it")
 

@@ -55,7 +55,7 @@ def planner_problem(
     context: ContextShard | None,
     **sizes: int,
 ) -> PlanProblem:
-    """The problem of these arguments of a planner, which are checked."""
+    """The problem of a planner's arguments, once they are checked."""
     in_range("fixed_split_size", fixed_split_size)
     for name, value in sizes.items():
         in_range(name, value)
@@ -77,7 +77,7 @@ def planner_problem(
 
 
 def rank_problem(problem: PlanProblem, head_shards: int) -> PlanProblem:
-    """The problem of one of ``head_shards`` ranks, which is checked."""
+    """The problem of one of ``head_shards`` ranks, once that number is checked."""
     in_range("head_shards", head_shards)
     check_head_shards("planner", problem.sharded_heads(), head_shards)
     return problem.shard(head_shards)
@@ -153,12 +153,10 @@ class PlannerBase:
     device: torch.device
     state: Sequence[Tensor]
     workspace: Tensor
-
-    def __init__(self) -> None:
-        self._prepared: tuple[PreparedCalls, int] | None = None
+    _prepared: tuple[PreparedCalls, int] | None
 
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None, of_rank: PlanProblem) -> None:
-        """Hold the plan, and ``workspace`` or a new one, for the heads of ``of_rank``."""
+        """Hold the plan and ``workspace``, or a new one, which is for the heads of ``of_rank``."""
         needed = workspace_size(plan) // self.problem.num_qo_heads * of_rank.num_qo_heads
         if needed > MAX_WORKSPACE:
             fail(
