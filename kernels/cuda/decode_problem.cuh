@@ -1,7 +1,6 @@
 // Decode: sizes, shared memory, and which work items a CTA has. `decode.cu` has the schedule.
 #pragma once
 
-#include "clocks.cuh"
 #include "schedule.cuh"
 
 #ifndef KV_FP8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -80,15 +81,32 @@ def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any
 def continuous(
     transformers: Any, model: Any, prompts: list[list[int]], **options: Any
 ) -> dict[tuple[int, ...], list[int]]:
-    """Greedy tokens of each prompt by continuous batching."""
-    results = model.generate_batch(
-        inputs=prompts,
-        generation_config=transformers.GenerationConfig(
-            max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, **options),
-        progress_bar=False,
-    )
+    """Greedy tokens of each prompt by continuous batching.
+
+    transformers 5.24 clears a step's buffers on the GPU in the default stream, and copies the first step's inputs to
+    them in another stream, which does not wait. Where several processes share the GPU the copies may come first. So
+    clearing waits here.
+    """
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+
+    clear = ContinuousBatchingIOs._reset_static_tensors
+
+    def clear_and_wait(ios: Any, *args: Any, **kwargs: Any) -> None:
+        clear(ios, *args, **kwargs)
+        if ios.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    with mock.patch.object(ContinuousBatchingIOs, "_reset_static_tensors", clear_and_wait):
+        results = model.generate_batch(
+            inputs=prompts,
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=STEPS, do_sample=False, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(
+                num_blocks=16, max_batch_tokens=64, **options
+            ),
+            progress_bar=False,
+        )
     return {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
 
 
