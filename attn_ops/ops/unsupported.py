@@ -280,15 +280,20 @@ def cuda_merge_states(p: Problem) -> list[str]:
     )
 
 
-def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> bool:
-    """Whether the CUDA decode kernel takes caches of these sizes; ``head_dims`` are those of keys and of values."""
+def _cuda_decode_sizes(head_dims: tuple[int, int], group: int, page_size: int) -> list[tuple[bool, str]]:
+    """The checks of sizes of the CUDA decode kernel; ``head_dims`` are those of keys and of values."""
     dim_qk, dim_vo = head_dims
-    return (
-        dim_qk == dim_vo
-        and dim_qk in CUDA_DECODE_HEAD_DIMS
-        and group <= max(CUDA_DECODE_PACKED_ROWS)
-        and page_size % CUDA_PAGE == 0
-    )
+    most = max(CUDA_DECODE_PACKED_ROWS)
+    return [
+        (dim_qk == dim_vo and dim_qk in CUDA_DECODE_HEAD_DIMS, f"head dimensions {dim_qk} and {dim_vo} have no tile"),
+        (page_size % CUDA_PAGE == 0, f"pages of {page_size} tokens are not multiples of {CUDA_PAGE}"),
+        (group <= most, f"it needs at most {most} query heads per KV head"),
+    ]
+
+
+def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> bool:
+    """Whether the CUDA decode kernel takes caches of these sizes."""
+    return not _failed(_cuda_decode_sizes(head_dims, group, page_size))
 
 
 def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Hashable, ...]:
@@ -301,23 +306,18 @@ def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dt
 def cuda_decode(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache."""
     group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)
-    most = max(CUDA_DECODE_PACKED_ROWS)
+    sizes = _cuda_decode_sizes(dims, group, p.page_size)
     checks = [
         (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
         _is_16_bit(p),
         (p.kv_dtype in (p.dtype, *FP8), f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
-        (
-            dims[0] == dims[1] and dims[0] in CUDA_DECODE_HEAD_DIMS,
-            f"head dimensions {dims[0]} and {dims[1]} have no tile",
-        ),
-        (p.page_size % CUDA_PAGE == 0, f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}"),
-        (group <= most, f"it needs at most {most} query heads per KV head"),
+        *sizes,
         (p.layout.aligned, "rows are not aligned to 16 bytes"),
         (p.layout.mappable, UNMAPPABLE),
         (p.layout.joinable, UNJOINABLE),
         *_options(p, CUDA_DECODE_OPTIONS),
     ]
-    keys = [cuda_decode_key(dims[0], group, p.dtype, p.kv_dtype)] if group <= most else []
+    keys = [] if _failed(sizes) else [cuda_decode_key(dims[0], group, p.dtype, p.kv_dtype)]
     return _cuda(p, "decode", keys, checks)
 
 

@@ -13,6 +13,7 @@ from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
 from attn_ops.plan.sizing import (
+    general_ctas_per_head,
     is_large_batch,
     packed_rows_of_tiles,
     power_of_two_from,
@@ -40,6 +41,7 @@ class PlanSpec(NamedTuple):
     fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
     rows              query rows of every request, if all have the same number
     large_batch       query tiles are those of :func:`is_large_batch`
+    general_decode    the calls are such that no CUDA kernel takes them, as with position encodings
     """
 
     decode: bool
@@ -56,6 +58,7 @@ class PlanSpec(NamedTuple):
     fixed_split_size: int | None = None
     rows: int | None = None
     large_batch: bool = False
+    general_decode: bool = False
 
     @property
     def depends_on_batch(self) -> bool:
@@ -168,7 +171,8 @@ class ResizablePlan:
         }
         if spec.decode:
             split_size = max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size
-            return DecodePlanner(capacity.batch, capacity.pages, fixed_split_size=split_size, **shared)
+            ctas = general_ctas_per_head(self.device, spec.num_kv_heads) if spec.general_decode else None
+            return DecodePlanner(capacity.batch, capacity.pages, fixed_split_size=split_size, num_ctas=ctas, **shared)
         return PrefillPlanner(
             capacity.batch,
             capacity.rows,

@@ -240,14 +240,22 @@ def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
 def ctas_per_head(device: torch.device, problem: PlanProblem) -> int:
     """Default ``num_ctas`` of a decode plan: CTAs that divide the work of one KV head, 1 on the CPU.
 
-    The CUDA kernel has one CTA per SM, the general one :data:`CTAS_PER_SM`.
+    The CUDA kernel, where it takes these sizes, has one CTA per SM.
     """
+    head_dims, group = (problem.head_dim_qk, problem.head_dim_vo), problem.num_qo_heads // problem.num_kv_heads
+    cuda = is_hopper(device) and has_cuda_decode(head_dims, group, problem.page_size)
+    return _ctas_per_head(device, problem.num_kv_heads, 1 if cuda else CTAS_PER_SM)
+
+
+def general_ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
+    """The same for the general kernel, which has :data:`CTAS_PER_SM`."""
+    return _ctas_per_head(device, num_kv_heads, CTAS_PER_SM)
+
+
+def _ctas_per_head(device: torch.device, num_kv_heads: int, ctas_per_sm: int) -> int:
     if device.type != "cuda":
         return 1
-    head_dims, group = (problem.head_dim_qk, problem.head_dim_vo), problem.num_qo_heads // problem.num_kv_heads
-    one = is_hopper(device) and has_cuda_decode(head_dims, group, problem.page_size)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    ctas = sms * (1 if one else CTAS_PER_SM) // problem.num_kv_heads
+    ctas = torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm // num_kv_heads
     return max(1, ctas // CTA_MULTIPLE * CTA_MULTIPLE or ctas)
 
 

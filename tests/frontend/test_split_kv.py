@@ -133,3 +133,24 @@ def test_a_captured_prefill_has_capacity_for_the_splits_of_its_first_plan() -> N
         CapacityError, match=r"has 22 splits of KV and the first plan capacity for 16; expected capacity for"
     ):
         wrapper.plan(r.qo_indptr, *r.table, *r.sizes, fixed_split_size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "general"),
+    [
+        ({}, False),
+        ({"q_data_type": torch.float16, "window_left": 9, "logits_soft_cap": 3.0}, False),
+        ({"q_data_type": torch.bfloat16, "kv_data_type": torch.float8_e4m3fn}, False),
+        ({"pos_encoding_mode": "ALIBI"}, True),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, True),
+        ({"q_data_type": torch.float32}, True),
+    ],
+    ids=str,
+)
+def test_decode_by_the_general_kernel_has_its_ctas(
+    options: dict[str, Any], general: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_ops.plan.resizable.general_ctas_per_head", lambda *_: 6)
+    monkeypatch.setattr("attn_ops.planner.ctas_per_head", lambda *_: 3)
+    wrapper = planned("decode", batch("decode", (700, 3)), **options)
+    assert wrapper._planned.plan.cta_indptr.shape[0] == 1 + (6 if general else 3)

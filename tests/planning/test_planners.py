@@ -236,6 +236,30 @@ def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
         assert PlanProblem.of(t) == problem
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "hopper", "expected"),
+    [
+        ((32, 8), 128, 16, True, 16),
+        ((32, 8), 64, 8, True, 16),
+        ((48, 4), 128, 16, True, 32),
+        ((32, 32), 128, 16, True, 4),
+        ((256, 256), 128, 16, True, 1),
+        ((32, 8), 128, 16, False, 32),
+        ((32, 8), 128, 1, True, 32),
+        ((32, 8), 256, 16, True, 32),
+        ((17, 1), 128, 16, True, 264),
+    ],
+)
+def test_decode_plans_have_one_cta_per_sm_for_the_cuda_kernel(
+    heads: tuple[int, int], dim: int, page_size: int, hopper: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: hopper)
+    problem = PlanProblem(page_size, *heads, dim, dim, 1000, 1)
+    assert sizing.ctas_per_head(torch.device("cuda"), problem) == expected
+    assert sizing.ctas_per_head(torch.device("cpu"), problem) == 1
+
+
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_head_shards_size_ctas_and_workspace_for_one_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is for the heads of all ranks; what is sized by default is for those of one."""
