@@ -206,8 +206,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
                 than 1 they are the last tokens of the request, causal among themselves unless ``is_causal`` is False.
             fixed_split_size: split every request each this many pages, rounded up to whole KV blocks of 64 tokens;
                 None or -1 splits for load balance. ``disable_split_kv`` splits none. With either the result of a
-                request is batch-invariant, bit for bit, on the ``triton`` backend; on ``reference`` results agree to
-                rounding (docs/guide/plans.md).
+                request is batch-invariant, bit for bit, on the ``triton`` backend, and with one row per request on
+                ``cuda``; on ``reference`` results agree to rounding (docs/guide/plans.md).
 
         Raises:
             PageTableError: the table is inconsistent; CapacityError: it exceeds the buffers of CUDA-graph mode.

@@ -79,7 +79,7 @@ class DecodePlanner(PlannerBase):
             all ranks; CTAs and workspace are sized for the heads of one rank.
         fixed_split_size: split every request each ``fixed_split_size`` pages, rounded up to whole KV blocks of
             :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. The result of a request is
-            then batch-invariant, bit for bit on the ``triton`` backend. None splits for load balance.
+            then batch-invariant, bit for bit on the ``triton`` and ``cuda`` backends. None splits for load balance.
         device: device of the plan; default torch's default device.
         storage: tensors that become fields of the plan, by the field's name, and under ``"workspace"`` the workspace.
             Nothing is allocated for them. A field is contiguous int32 of the shape that :class:`~attn_ops.DecodePlan`
