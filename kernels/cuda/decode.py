@@ -56,13 +56,13 @@ def tile_tokens(dim: int, fp8: bool) -> int:
 
 
 def shared_bytes(dim: int, packed_rows: int, fp8: bool) -> int:
-    """``Shared`` of the source: the ring, the workspaces of two consumers, barriers and flags.
+    """``Shared`` of the source: the ring, what two consumers have, barriers and flags.
 
-    A workspace has the query, the probabilities of two KV tiles, a result in float32, sums of warps and scales.
+    A consumer has the query, the probabilities of two KV tiles, a result in float32, sums of warps and scales.
     """
     blocks = dim // COLUMNS + 2 * tile_tokens(dim, fp8) // COLUMNS
-    workspace = packed_rows * (blocks * ROW_BYTES + dim * 4 + 16 + 16 + 4)
-    return 2 * STAGES * TILE_BYTES + 2 * (-(-workspace // 1024) * 1024) + 3 * STAGES * 8 + 8
+    of_consumer = packed_rows * (blocks * ROW_BYTES + dim * 4 + 16 + 16 + 4)
+    return 2 * STAGES * TILE_BYTES + 2 * (-(-of_consumer // 1024) * 1024) + 3 * STAGES * 8 + 8
 
 
 def _specialization(dim: int, packed_rows: int, dtype: torch.dtype, fp8: torch.dtype | None) -> Specialization:

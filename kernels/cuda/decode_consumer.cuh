@@ -23,7 +23,7 @@ struct Consumer {
   const Results& results;
   Shared& shared;
   const int number;  // of the consumer
-  Workspace& own = shared.workspaces[number];
+  ConsumerShared& own = shared.consumers[number];
   const int thread = threadIdx.x % kConsumerThreads, warp = thread / 32;
   const int line = warp * 16 + threadIdx.x % 32 / 4;
   const float cap = queries.base2_cap();

@@ -11,25 +11,24 @@ namespace attn_ops {
 namespace {
 
 constexpr int kDim = HEAD_DIM;
-constexpr int kElementBytes = KV_FP8 ? 1 : 2;            // of keys and values
-constexpr int kPackedRows = PACKED_ROWS;        // query heads of a KV head, at most
-constexpr int kTileBytes = 16 << 10;            // of the keys of a KV tile, and of its values
-constexpr int kTokenBytes = kDim * kElementBytes;
-constexpr int kTile = kTileBytes / kTokenBytes;          // tokens of a KV tile
-constexpr int kStages = 3;                      // KV tiles of the ring. With more, SMs share the bandwidth less evenly
+constexpr int kPackedRows = PACKED_ROWS;  // query heads of a KV head, at most
+constexpr int kTileBytes = 16 << 10;      // of the keys of a KV tile, and of its values
+constexpr int kTokenBytes = kDim * (KV_FP8 ? 1 : 2);
+constexpr int kTile = kTileBytes / kTokenBytes;  // tokens of a KV tile
+constexpr int kStages = 3;                       // KV tiles of the ring. With more, SMs share the bandwidth less evenly
 constexpr int kConsumers = 2, kConsumerWarps = 4, kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kProducerWarp = kConsumers * kConsumerWarps, kThreads = 32 * (kProducerWarp + 1);
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
 // A token in shared memory has rows as wide as the swizzle. A page is one box: its tokens are in groups of 8, each with
 // all its columns.
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
-constexpr int kBlockBytes = 8 * kRowBytes;                // to the next rows of the same tokens
-constexpr int kGroupBytes = 8 * kTokenBytes;              // to the next 8 tokens
+constexpr int kBlockBytes = 8 * kRowBytes;    // to the next rows of the same tokens
+constexpr int kGroupBytes = 8 * kTokenBytes;  // to the next 8 tokens
 // The query and P are 16-bit operands of rows of 64 columns, or of 64 tokens.
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;
 constexpr int kOperandBytes = kPackedRows * kOperandRowBytes;  // to the next 64 columns or tokens
-constexpr int kStagedRowBytes = kDim * 4 + 16;            // of a head. By the 16, lanes store to different banks
-static_assert(kTile / 8 <= 32);                           // boxes of a KV tile: a lane has one
+constexpr int kStagedRowBytes = kDim * 4 + 16;  // of a head of a result. By the 16, lanes store to different banks
+static_assert(kTile / 8 <= 32);                 // boxes of a KV tile: a lane has one
 enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // and those of the other consumer
 
 struct Stage {
@@ -37,7 +36,7 @@ struct Stage {
 };
 
 // Of one consumer.
-struct alignas(1024) Workspace {
+struct alignas(1024) ConsumerShared {
   char query[kColumnBlocks][kOperandBytes];
   char p[2][kTokenBlocks][kOperandBytes];  // probabilities of two KV tiles
   char staged[kPackedRows * kStagedRowBytes];
@@ -47,7 +46,7 @@ struct alignas(1024) Workspace {
 
 struct Shared {
   alignas(1024) Stage stages[kStages];
-  Workspace workspaces[kConsumers];
+  ConsumerShared consumers[kConsumers];
   uint64 k_full[kStages], v_full[kStages], empty[kStages];
   int combines[kConsumers];  // whether the consumer stored the last split of a row
 };
@@ -55,7 +54,7 @@ struct Shared {
 struct Problem {
   const int *kv_indices, *kv_len, *work, *cta_indptr, *merge_indptr;
   int window_left, rows, num_pages, max_pages, max_items, max_batch, slots, page_size;
-  int box;  // tokens of a TMA box, which divide a page
+  int box;  // tokens of a TMA box, a power of 2 that divides a page
 };
 
 DEVICE int kv_head() { return blockIdx.x; }
