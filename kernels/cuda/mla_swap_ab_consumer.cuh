@@ -12,6 +12,12 @@ constexpr int kOwnRows = kPackedRows / 4;
 using Product = float[kPackedRows / 2];
 using Output = Product[kValueBlocks];
 
+// Four numbers of a partial result: a workspace may lie at any multiple of 4 bytes.
+DEVICE void store_four_partial(float* partial, int64 at, const float4& x) {
+  if (reinterpret_cast<uint64>(partial) % 16 == 0) return store_four<kFloat32>(partial, at, x);
+  partial[at] = x.x, partial[at + 1] = x.y, partial[at + 2] = x.z, partial[at + 3] = x.w;
+}
+
 // One warpgroup: all units of the CTA.
 struct Consumer {
   const Problem& p;

@@ -85,12 +85,7 @@ DEVICE void store_four_as(int type, void* out, int64 at, const float4& x) {
   }
 }
 
-// Four numbers of a partial result: a workspace may lie at any multiple of 4 bytes.
-DEVICE void store_four_partial(float* partial, int64 at, const float4& x) {
-  if (reinterpret_cast<uint64>(partial) % 16 == 0) return store_four<kFloat32>(partial, at, x);
-  partial[at] = x.x, partial[at + 1] = x.y, partial[at + 2] = x.z, partial[at + 3] = x.w;
-}
-
+// Four numbers in shared memory, at a multiple of 16 bytes.
 DEVICE float4 load_four(uint32 from) {
   const uint4 bits = load_shared(from);
   return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};

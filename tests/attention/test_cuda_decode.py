@@ -106,13 +106,13 @@ def test_fp8_cache_with_a_bfloat16_query_of_any_magnitude(exponent: int, launche
 
 
 def test_a_fixed_split_size_gives_the_same_bits_in_every_batch(launches: list[str]) -> None:
-    """The first request of a batch alone and beside others."""
+    """The first request alone, and in a batch with others."""
     planner = {"fixed_split_size": 8}
-    alone, beside = (
+    alone, batched = (
         Setup("decode", replace(BASE, kv_lens=lens, planner=planner), "cuda") for lens in ((3000,), (3000, 5, 900))
     )
     rows = []
-    for setup in (alone, beside):
+    for setup in (alone, batched):
         setup.q[0] = alone.q[0]
         pages = setup.page_table[1][: -(-3000 // 16)].long()
         first = alone.page_table[1][: -(-3000 // 16)].long()
