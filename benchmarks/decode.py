@@ -19,10 +19,11 @@ MAX_FP8_ERROR = 5e-2
 """Peers may round the probabilities to FP8."""
 
 NOTE = (
-    "Microseconds per launch: bf16, head dim 128, shuffled pages of 16 tokens unless the row says otherwise. Launches "
-    f"are in CUDA graphs over rotating copies of the KV cache. {METHOD} `{report.SPEEDUP}` is the time of the fastest "
-    "peer divided by that of attn_ops. SDPA reads a contiguous cache of equal lengths. TB/s counts KV, queries and "
-    "outputs once; `share` is of 4.45 TB/s, the measured peak. A row that another backend than triton ran names it."
+    "Microseconds per launch: bf16, head dim 128, shuffled NHD pages of 16 tokens unless the row says otherwise. "
+    f"Launches are in CUDA graphs over rotating copies of the KV cache. {METHOD} `{report.SPEEDUP}` is the time of the "
+    "fastest peer divided by that of attn_ops. SDPA reads a contiguous cache of equal lengths. TB/s counts KV, "
+    "queries and outputs once; `share` is of 4.45 TB/s, the measured peak. A row that another backend than triton ran "
+    "names it."
 )
 
 
@@ -38,13 +39,15 @@ def ours(problem: DecodeProblem) -> Call:
     """``batch_decode`` with a plan that is made in advance."""
     planner = problem.planner()
     plan = planner.plan(*problem.table.arguments)
-    return lambda copy: torch.ops.attn.batch_decode(problem.q, *problem.caches(copy), plan, planner.workspace)[0]
+    decode, workspace, layout = torch.ops.attn.batch_decode, planner.workspace, problem.row.layout
+    return lambda copy: decode(problem.q, *problem.caches(copy), plan, workspace, kv_layout=layout)[0]
 
 
 def _backend(problem: DecodeProblem) -> str:
     """The backend or kernel that runs the row."""
-    planner = problem.planner()
-    lines = attn_ops.explain("batch_decode", problem.q, *problem.caches(0), planner.state, planner.workspace)
+    planner, layout = problem.planner(), problem.row.layout
+    arguments = problem.q, *problem.caches(0), planner.state, planner.workspace
+    lines = attn_ops.explain("batch_decode", *arguments, kv_layout=layout)
     return next(line.split(":")[0] for line in lines.splitlines() if ": runs it" in line)
 
 

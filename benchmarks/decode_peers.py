@@ -44,7 +44,7 @@ def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
     def prepare(problem: DecodeProblem) -> Call:
         fi, row = flashinfer(), problem.row
         workspace = flashinfer_workspace(problem.device)
-        wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
+        wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace, row.layout, use_tensor_cores=use_tensor_cores)
         wrapper.plan(
             *problem.table.arguments,
             row.num_qo_heads,
@@ -64,7 +64,7 @@ def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
 def flashinfer_persistent(problem: DecodeProblem) -> Call:
     """``BatchAttention``: prefill and decode in one persistent kernel."""
     fi, row = flashinfer(), problem.row
-    wrapper = fi.BatchAttention("NHD", problem.device)
+    wrapper = fi.BatchAttention(row.layout, problem.device)
     qo_indptr = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device)
     wrapper.plan(
         qo_indptr,
@@ -86,7 +86,7 @@ def flashinfer_persistent(problem: DecodeProblem) -> Call:
 
 def flashinfer_xqa(problem: DecodeProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache``, with block tables."""
-    call, out = xqa_call(problem.q, problem.table), torch.empty_like(problem.q)
+    call, out = xqa_call(problem.q, problem.table, kv_layout=problem.row.layout), torch.empty_like(problem.q)
     return lambda copy: call(problem.caches(copy), out=out)
 
 

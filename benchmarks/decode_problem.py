@@ -13,7 +13,7 @@ from benchmarks.timing import copies_for
 
 
 class DecodeProblem:
-    """``k_caches[i]`` and ``v_caches[i]`` are copy i of the KV caches, in NHD layout, with one page table for all."""
+    """Copies of the KV caches, ``k_caches[i]`` and ``v_caches[i]``, in the row's layout, and one page table for all."""
 
     def __init__(self, row: DecodeRow, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
         self.row, self.dtype, self.device = row, dtype, device
@@ -26,9 +26,13 @@ class DecodeProblem:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-        self.k_caches = [random(*shape).to(self.kv_dtype) for _ in range(self.copies)]
-        self.v_caches = [random(*shape).to(self.kv_dtype) for _ in range(self.copies)]
+        self.k_caches = [self._nhd(random(*shape).to(self.kv_dtype)).contiguous() for _ in range(self.copies)]
+        self.v_caches = [self._nhd(random(*shape).to(self.kv_dtype)).contiguous() for _ in range(self.copies)]
         self.q = random(row.batch, row.num_qo_heads, row.head_dim)
+
+    def _nhd(self, cache: Tensor) -> Tensor:
+        """A cache of the row's layout as one in NHD, or the other way round."""
+        return cache.transpose(1, 2) if self.row.layout == "HND" else cache
 
     def planner(self) -> attn_ops.DecodePlanner:
         """A planner of exactly this batch."""
@@ -50,7 +54,8 @@ class DecodeProblem:
         """Keys and values ``[batch, num_kv_heads, length, head_dim]`` of a copy. Lengths must be equal."""
         shape = (self.row.batch, -1, self.row.num_kv_heads, self.row.head_dim)
         return tuple(
-            cache[self.table.indices.long()].view(shape).transpose(1, 2).contiguous() for cache in self.caches(copy)
+            self._nhd(cache)[self.table.indices.long()].reshape(shape).transpose(1, 2).contiguous()
+            for cache in self.caches(copy)
         )  # type: ignore[return-value]
 
     def error(self, out: Tensor, copy: int = 0, requests: int = 4) -> float:
@@ -61,7 +66,7 @@ class DecodeProblem:
 
     def _expected(self, b: int, copy: int) -> Tensor:
         row = self.row
-        k, v = (self.table.tokens(cache, b, row.lengths[b]).float() for cache in self.caches(copy))
+        k, v = (self.table.tokens(self._nhd(cache), b, row.lengths[b]).float() for cache in self.caches(copy))
         q = self.q[b].float().view(row.num_kv_heads, -1, row.head_dim)
         probabilities = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
         return (probabilities @ v.transpose(0, 1)).flatten(0, 1)

@@ -17,6 +17,7 @@ class DecodeRow:
     head_dim: int = 128
     page_size: int = 16
     fp8: bool = False
+    layout: str = "NHD"
 
     @property
     def batch(self) -> int:
@@ -60,6 +61,10 @@ def _heads_of_64(row: DecodeRow) -> DecodeRow:
     return replace(row, name=f"{row.name}, head_dim 64", head_dim=64)
 
 
+def _hnd(row: DecodeRow) -> DecodeRow:
+    return replace(row, name=f"{row.name}, HND", layout="HND", goal=None)
+
+
 ROWS: tuple[DecodeRow, ...] = (
     _even(1, 4096, (32, 8), 8),
     _even(1, 32768, (32, 8), 36),
@@ -86,4 +91,8 @@ ROWS: tuple[DecodeRow, ...] = (
     _fp8(_even(128, 8192, (32, 8), None)),
     _fp8(_even(256, 128, (32, 8), None)),
     _fp8(DecodeRow("1 x 64k + 63 x 512, 32/8", (65536, *[512] * 63), 32, 8, None)),
+    _hnd(_even(32, 4096, (32, 8), None)),
+    _hnd(_heads_of_64(_even(128, 2048, (32, 8), None))),
+    _hnd(_fp8(_even(32, 4096, (32, 8), None))),
+    _hnd(_fp8(_even(128, 8192, (32, 8), None))),
 )

@@ -47,10 +47,11 @@ def flash_attn() -> Any:
 
 
 def xqa_call(q: Tensor, table: PageTable, **options: Any) -> Callable[..., Tensor]:
-    """``xqa_batch_decode_with_kv_cache`` of ``q [rows, num_qo_heads, head_dim]``, to call with NHD caches."""
+    """``xqa_batch_decode_with_kv_cache`` of ``q [rows, num_qo_heads, head_dim]``, to call with caches in NHD, or in
+    ``kv_layout``."""
     function, workspace = flashinfer().decode.xqa_batch_decode_with_kv_cache, flashinfer_workspace(str(q.device))
     tables, longest = table.block_tables(), int(table.kv_len.max())
-    options |= {"bmm1_scale": q.shape[-1] ** -0.5, "bmm2_scale": 1.0, "kv_layout": "NHD"}
+    options = {"bmm1_scale": q.shape[-1] ** -0.5, "bmm2_scale": 1.0, "kv_layout": "NHD"} | options
     return lambda caches, out=None: function(q, caches, workspace, tables, table.kv_len, longest, out=out, **options)
 
 

@@ -98,8 +98,10 @@ def test_a_row_has_the_largest_spread_of_its_implementations(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_decode_problem_detects_wrong_results(fp8: bool) -> None:
-    problem = DecodeProblem(replace(SMALL, fp8=fp8), device="cpu")
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_decode_problem_detects_wrong_results(fp8: bool, layout: str) -> None:
+    problem = DecodeProblem(replace(SMALL, fp8=fp8, layout=layout), device="cpu")
+    assert problem.k_caches[0].shape[1 if layout == "NHD" else 2] == SMALL.page_size
     out = decode.ours(problem)(0)
     assert problem.error(out) < comparison.MAX_RELATIVE_ERROR
     assert problem.error(decode.ours(problem)(1)) > comparison.MAX_RELATIVE_ERROR  # another copy of the cache
@@ -165,8 +167,9 @@ def test_flash_attn_is_called_as_its_functions_are_defined(
         monkeypatch.setattr(module, "flash_attn", lambda: attn_ops.flash_attn)
     step = prefill_problem.PrefillProblem(replace(STEP, **options), device="cpu")
     assert step.error(prefill_peers.flash_attn_varlen(step)(1), 1) < comparison.MAX_RELATIVE_ERROR
-    even = DecodeProblem(replace(SMALL, lengths=(40, 40)), device="cpu")
-    assert even.error(decode_peers.flash_attn_kvcache(even)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    for layout in ("NHD", "HND"):
+        even = DecodeProblem(replace(SMALL, lengths=(40, 40), layout=layout), device="cpu")
+        assert even.error(decode_peers.flash_attn_kvcache(even)(1), 1) < comparison.MAX_RELATIVE_ERROR
     with pytest.raises(NotMeasuredError, match="a contiguous cache needs requests of one length"):
         decode_peers.flash_attn_kvcache(DecodeProblem(SMALL, device="cpu"))
 
@@ -177,9 +180,11 @@ def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.M
         monkeypatch.setattr(
             module, "flashinfer", lambda name="": importlib.import_module(f"attn_ops.{name}" if name else "attn_ops")
         )
-    even = DecodeProblem(SMALL, device="cpu")
-    for peer in (decode_peers.flashinfer_xqa, decode_peers.flashinfer_persistent):
-        assert even.error(peer(even)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    wrapper = decode_peers.flashinfer_wrapper(use_tensor_cores=True)
+    for layout in ("NHD", "HND"):
+        p = DecodeProblem(replace(SMALL, layout=layout), device="cpu")
+        for peer in (wrapper, decode_peers.flashinfer_xqa, decode_peers.flashinfer_persistent):
+            assert p.error(peer(p)(1), 1) < comparison.MAX_RELATIVE_ERROR
     few = replace(STEP, qo_lens=(4, 4), kv_lens=(33, 12))
     for peer, row in (
         (prefill_peers.flashinfer_xqa, few),
