@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 from torch.library import Library
 
 from attn_ops.errors import BackendError, CapacityError, OptionError, RankError, fail
+from attn_ops.gpu import compute_capability
 from attn_ops.ops.inductor import mark_static
 from attn_ops.ops.options import FLOATS
-from attn_ops.ops.unsupported import compute_capability, triton_installed
+from attn_ops.ops.unsupported import triton_installed
 from attn_ops.plan.context import context_group
 from attn_ops.plan.plan_checks import MAX_SIZE
 from attn_ops.plan.rank_answers import RankAnswers

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from attn_ops.gpu import compute_capability
 from attn_ops.native import images, op
 from attn_ops.ops.size_guards import root_graph
-from attn_ops.ops.unsupported import compute_capability, triton_installed
+from attn_ops.ops.unsupported import triton_installed
 
 log = logging.getLogger(__name__)
 

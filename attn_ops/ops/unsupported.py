@@ -1,4 +1,4 @@
-"""Why a kernel does not run a problem: a function for each entry of the backend table, and their machine queries.
+"""Why a kernel does not run a problem: a function for each entry of the backend table.
 
 A reason completes the sentence "it does not run this problem: ...". No reason means that the kernel runs it.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attn_ops.gpu import compute_capability
 from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
 
 if TYPE_CHECKING:
@@ -128,12 +129,6 @@ CUDA_DECODE_OPTIONS = CUDA_PREFILL_OPTIONS - {"window_right"} | {"kv_scale"}
 @functools.cache
 def triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """None where there is no GPU to ask, as when a program for CUDA is exported on another machine."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def _failed(checks: list[tuple[bool, str]]) -> list[str]:

@@ -6,13 +6,13 @@ query tiles of a batch and their splits of fixed size, on any device.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_ops.gpu import HOPPER, hopper_sms, is_hopper, properties
 from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, has_cuda_decode
 from attn_ops.plan.context import ContextShard
@@ -55,9 +55,6 @@ LARGE_BATCH_WAVES, LARGE_BATCH_REQUEST_ROWS = 8, 1024
 
 With fewer units more SMs are idle in the last wave. A unit of few rows, as of decode, takes as long as a full one.
 """
-
-HOPPER = 9
-"""Major compute capability of the GPUs whose prefill kernel has one CTA per SM, also for few packed rows."""
 
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
@@ -196,19 +193,6 @@ def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
     return cluster_splits(sms, problem, at_least(tiles, tiles_per_wave(problem, max_splits)))
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device is a GPU of compute capability 9."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_properties(device).major == HOPPER
-
-
-@functools.cache  # one entry for each device
-def hopper_sms(device: torch.device) -> int:
-    """SMs of a Hopper GPU, 0 for another device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if is_hopper(device) else 0
-
-
 def planned_cluster_splits(plan: PrefillPlan) -> int:
     """:func:`cluster_splits_of` on the device of the plan."""
     return cluster_splits_of(hopper_sms(plan.kv_len.device), plan)
@@ -223,10 +207,11 @@ def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | Non
     """
     if device.type != "cuda":
         return 0
-    gpu = torch.cuda.get_device_properties(device)
-    small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and gpu.major != HOPPER
+    gpu = properties(device)
+    hopper = gpu.major == HOPPER  # whose prefill kernel has one CTA per SM, also for few packed rows
+    small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and not hopper
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
-    if tiles is not None and gpu.major == HOPPER:
+    if tiles is not None and hopper:
         resident_ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles)
     resident = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
     return 2 * resident if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * resident // 4 * 2)
@@ -255,7 +240,7 @@ def general_ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
 def _ctas_per_head(device: torch.device, num_kv_heads: int, ctas_per_sm: int) -> int:
     if device.type != "cuda":
         return 1
-    ctas = torch.cuda.get_device_properties(device).multi_processor_count * ctas_per_sm // num_kv_heads
+    ctas = properties(device).multi_processor_count * ctas_per_sm // num_kv_heads
     return max(1, ctas // CTA_MULTIPLE * CTA_MULTIPLE or ctas)
 
 

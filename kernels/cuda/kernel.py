@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from attn_ops.gpu import num_sms
 
 KINDS = ("pointer", "map", "i32", "i64", "fp32")
 """Kinds of parameters: an address, a tensor map, integers, a float. In C++ they are ``T*``, ``const __grid_constant__
@@ -98,11 +99,6 @@ class Specialization:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
-
-
-@functools.cache  # one entry for each GPU
-def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def persistent_grid(items: Any, device: torch.device) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, num_sms
+from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, FP8_TYPES, OUT_TYPES, ROW_BYTES
 from attn_ops.kernels.cuda.prefill import PACKED_ROWS
@@ -14,6 +14,7 @@ from attn_ops.kernels.triton.prefill_call import plan_arguments
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
+from attn_ops.gpu import num_sms
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, softmax_scale
 from attn_ops.ops.unsupported import CUDA_MLA_KERNELS, CUDA_MLA_PAGE, CUDA_MLA_SWAPPED_ROWS
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster

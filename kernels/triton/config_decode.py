@@ -15,6 +15,7 @@ import torch
 import triton
 from attn_ops.kernels.triton.launch import Options
 
+from attn_ops.gpu import num_sms, shared_memory
 from attn_ops.plan.state import CTAS_PER_SM
 
 NUM_WARPS = 4
@@ -45,23 +46,13 @@ class DecodeTile(NamedTuple):
     options: Options
 
 
-@functools.cache
-def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of shared memory per CTA and per SM; those of Hopper without a GPU."""
-    if not torch.cuda.is_available():
-        return 227 << 10, 228 << 10
-    properties = torch.cuda.get_device_properties(device)
-    optin = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return optin, properties.shared_memory_per_multiprocessor
-
-
 @functools.lru_cache(maxsize=256)
 def min_shared_for_even_spread(device: torch.device, programs: int) -> int:
     """Bytes of shared memory per CTA with which no SM has room for more than an even share of a grid.
 
     Programs launched while the preceding kernel finishes (PDL) would otherwise crowd on the SMs that it leaves first.
     """
-    programs_per_sm = triton.cdiv(programs, torch.cuda.get_device_properties(device).multi_processor_count)
+    programs_per_sm = triton.cdiv(programs, num_sms(device))
     # One program more must not fit; shared memory is allocated in units of 128 bytes.
     return max(0, shared_memory(device)[1] // (programs_per_sm + 1) - SHARED_PER_CTA_BYTES + 128)
 

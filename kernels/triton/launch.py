@@ -38,8 +38,8 @@ from triton.runtime.jit import JITFunction
 from attn_ops.eager import launches
 from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
+from attn_ops.gpu import compute_capability
 from attn_ops.native.images import MAX_LOADED, collecting, load
-from attn_ops.ops.unsupported import compute_capability
 
 DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Triton releases in which the parameters of a compiled kernel are known (:mod:`.cubin`)."""

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "version",
         "exports",
         "symbolic_sizes",
+        "gpu",
         "cpp",
         "ops",
         "ops.functions",

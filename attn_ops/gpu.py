@@ -1,0 +1,55 @@
+"""What the library asks of a GPU: compute capability, SMs, shared memory.
+
+Functions with a cache, of one entry for each device, are for eager calls: Dynamo traces through caches, with a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+HOPPER = 9
+"""Major compute capability of Hopper GPUs."""
+
+HOPPER_SHARED_BYTES = (227 << 10, 228 << 10)
+"""Shared memory of a Hopper GPU per CTA and per SM."""
+
+
+def properties(device: torch.device) -> Any:
+    """PyTorch's properties of a GPU, also in traced calls, which plan."""
+    return torch.cuda.get_device_properties(device)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is a GPU of compute capability 9; also in traced calls."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return bool(properties(device).major == HOPPER)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    return int(properties(device).multi_processor_count)
+
+
+@functools.cache
+def hopper_sms(device: torch.device) -> int:
+    """SMs of a Hopper GPU, 0 for another device."""
+    return num_sms(device) if is_hopper(device) else 0
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """None where there is no GPU to ask, as when a program for CUDA is exported on another machine."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of shared memory per CTA and per SM; those of Hopper without a GPU."""
+    if not torch.cuda.is_available():
+        return HOPPER_SHARED_BYTES
+    gpu = properties(device)
+    return gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor
