@@ -20,6 +20,7 @@ from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import (
     ctas_per_head,
+    general_ctas_per_head,
     max_splits_for,
     most_tiles,
     packed_rows_of_tiles,
@@ -172,7 +173,8 @@ class BlockTables(NamedTuple):
         problem = problem_of(self.spec, device, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
-            ctas = ctas_per_head(device, problem)
+            general = self.spec.general_decode
+            ctas = general_ctas_per_head(device, problem.num_kv_heads) if general else ctas_per_head(device, problem)
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             call_op("plan_decode", *table, decode, **options)
             return decode

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall, Unplanned
 from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
-from attn_ops.frontend.arguments import given_tensor, positive, ranked, required
+from attn_ops.frontend.arguments import computed_dtype, given_tensor, positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.flash.metadata import BatchForm, FoundCall, Scheduled, SchedulerMetadata, shared
@@ -21,6 +21,7 @@ from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
@@ -161,6 +162,7 @@ def block_table_call(
         if qo_indptr is None:
             qo_indptr = uniform_indptr(q.shape[0], 1, q.device)
     page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
+    general = needs_general_decode(computed_dtype(q.dtype, v_cache.dtype), options.pos_encoding)
     spec = PlanSpec(
         decode=qo_indptr is None,
         paged=True,
@@ -171,6 +173,7 @@ def block_table_call(
         head_dim_vo=v_cache.shape[-1],
         window_left=options.window_left,
         causal=options.causal and qo_indptr is not None,
+        general_decode=general and qo_indptr is None,
     )
     capacity = block_tables.shape[1] * page_size
     seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q.device, capacity, names.table)
@@ -293,7 +296,7 @@ def dense_call(
         return unplanned_call(where, tensors, options, output, scales, kv_layout=kv_layout, backend=backend)
     decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
     if decode:
-        spec = PlanSpec(decode=True, paged=True, **form)  # pages of one token
+        spec = PlanSpec(decode=True, paged=True, **form)  # pages of one token, which the general kernel alone takes
         options = options._replace(causal=False, window_right=-1)  # its position is that of the last key
 
     def make() -> SchedulerMetadata:

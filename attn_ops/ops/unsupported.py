@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attn_ops.gpu import compute_capability
-from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
+from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
 
 if TYPE_CHECKING:
     from attn_ops.ops.backends import Problem
@@ -289,6 +289,11 @@ def _cuda_decode_sizes(head_dims: tuple[int, int], group: int, page_size: int) -
 def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> bool:
     """Whether the CUDA decode kernel takes caches of these sizes."""
     return not _failed(_cuda_decode_sizes(head_dims, group, page_size))
+
+
+def needs_general_decode(dtype: torch.dtype, pos_encoding: str) -> bool:
+    """Whether only the general kernel decodes with queries of this dtype and this encoding, whatever the sizes."""
+    return dtype == torch.float32 or pos_encoding != DEFAULTS.pos_encoding
 
 
 def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Hashable, ...]:

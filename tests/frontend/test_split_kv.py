@@ -11,6 +11,8 @@ from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer
 from attn_ops.errors import CapacityError, OptionError
+from attn_ops.frontend import call_plans
+from attn_ops.plan.state import DecodePlan, PlanProblem, allocate_decode
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -154,3 +156,23 @@ def test_decode_by_the_general_kernel_has_its_ctas(
     monkeypatch.setattr("attn_ops.planner.ctas_per_head", lambda *_: 3)
     wrapper = planned("decode", batch("decode", (700, 3)), **options)
     assert wrapper._planned.plan.cta_indptr.shape[0] == 1 + (6 if general else 3)
+
+
+@pytest.mark.parametrize(("dtype", "general"), [(torch.float16, False), (torch.float32, True)], ids=str)
+def test_block_tables_of_the_general_kernel_have_its_ctas(
+    dtype: torch.dtype, general: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctas: list[int] = []
+
+    def allocate(problem: PlanProblem, batch: int, pages: int, num_ctas: int, *args: Any) -> DecodePlan:
+        ctas.append(num_ctas)
+        return allocate_decode(problem, batch, pages, num_ctas, *args)
+
+    monkeypatch.setattr(call_plans, "allocate_decode", allocate)
+    monkeypatch.setattr(call_plans, "general_ctas_per_head", lambda *_: 6)
+    monkeypatch.setattr(call_plans, "ctas_per_head", lambda *_: 3)
+    r = Requests((700, 3), kv_layout="HND", dtype=dtype)
+    call = flashinfer.trtllm_batch_decode_with_kv_cache
+    out = call(r.q, r.cache(), workspace(SCRATCH), r.block_tables(), r.seq_lens, 700, 0.125)
+    assert ctas == [6 if general else 3]
+    r.expected(sm_scale=0.125).check(out)
