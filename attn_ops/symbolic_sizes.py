@@ -49,6 +49,23 @@ def any_zero(*sizes: int) -> bool:
     return any(guard_or_false(size == 0) for size in sizes)
 
 
+def overlapping_dim(t: torch.Tensor) -> int | None:
+    """A dimension of ``t`` whose steps end within what the dimensions of smaller strides span; None if none is known.
+
+    Its elements then share memory, but for strides that no view of a tensor has. Adds no guard on a number of rows.
+    """
+    if not torch.compiler.is_compiling() and t.is_contiguous():
+        return None
+    dims = list(enumerate(zip(t.shape, t.stride(), strict=True)))
+    for dim, (size, stride) in dims:
+        if statically_known_true(size <= 1):
+            continue
+        span = sum([(n - 1) * step for other, (n, step) in dims if other != dim and guard_or_false(step <= stride)])
+        if guard_or_false(stride <= span) and guard_or_false(size > 1):
+            return dim
+    return None
+
+
 def decide(condition: bool) -> bool:
     """Whether a condition on sizes holds, for a choice that is right either way.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype
 from attn_ops.ops.options import FP8
-from attn_ops.symbolic_sizes import guard_or_false
+from attn_ops.symbolic_sizes import overlapping_dim
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 LSE_LAYOUTS = ("NH", "HN")
@@ -133,7 +133,7 @@ class OutputSpec(NamedTuple):
 def check_buffer(
     where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise unless a buffer of the caller is of this shape and dtype, on the query's device, and not expanded."""
+    """Raise unless a buffer of the caller is of this shape and dtype, on the query's device, and without overlap."""
     if tuple(buffer.shape) != tuple(shape):
         fail(ShapeError, where, f"{name} is {shape_of(buffer)}", shape_of(shape), f"pass such a buffer, or no {name}")
     if buffer.dtype != dtype or not buffer.is_floating_point():
@@ -148,12 +148,12 @@ def check_buffer(
         fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
     if buffer.requires_grad and torch.is_grad_enabled():
         fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", f"detach {name}")
-    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
-        if guard_or_false(stride == 0) and guard_or_false(size > 1):
-            fail(
-                ShapeError,
-                where,
-                f"{name} is expanded, with stride 0 in dimension {dim}",
-                "memory of its own for each element",
-                f"use {name}.contiguous(), or pass no {name}",
-            )
+    dim = overlapping_dim(buffer)
+    if dim is not None:
+        fail(
+            ShapeError,
+            where,
+            f"{name} is written and its elements overlap, with stride {int(buffer.stride(dim))} in dimension {dim}",
+            "memory of its own for each element",
+            f"use {name}.contiguous(), or pass no {name}",
+        )

@@ -419,12 +419,22 @@ CASES: dict[str, Case] = {
     "expanded out": (
         lambda: run_decode(out=empty(1, 4, 64).expand(4, 4, 64)),
         errors.ShapeError,
-        "out is expanded, with stride 0 in dimension 0; expected memory of its own for each element",
+        "out is written and its elements overlap, with stride 0 in dimension 0; expected memory of its own",
     ),
     "expanded lse": (
         lambda: run_decode(lse=empty(4, 1, dtype=torch.float32).expand(4, 4)),
         errors.ShapeError,
-        "lse is expanded, with stride 0 in dimension 1; expected memory of its own for each element",
+        "lse is written and its elements overlap, with stride 0 in dimension 1; expected memory of its own",
+    ),
+    "rows of out that overlap": (
+        lambda: run_decode(out=empty(4, 4, 64).as_strided((4, 4, 64), (64, 64, 1))),
+        errors.ShapeError,
+        "out is written and its elements overlap, with stride 64 in dimension 0; expected memory of its own",
+    ),
+    "columns of lse that overlap": (
+        lambda: run_decode(lse=empty(4, 4, dtype=torch.float32).as_strided((4, 4), (2, 1))),
+        errors.ShapeError,
+        "lse is written and its elements overlap, with stride 2 in dimension 0; expected memory of its own",
     ),
     "MLA pages missing": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(

@@ -27,7 +27,7 @@ from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, PAGED_DIMS, AttentionOptions, bounded
 from attn_ops.plan.plan_checks import check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
-from attn_ops.symbolic_sizes import guard_or_false
+from attn_ops.symbolic_sizes import guard_or_false, overlapping_dim
 
 PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
 """Ranks of the fields of a plan that are not vectors."""
@@ -94,15 +94,15 @@ class OpChecker:
         size_guards.note_capacity(size, most, f"{self.name}: {what}; expected {expected}; {fix}")
 
     def no_overlap(self, name: str, t: Tensor) -> None:
-        """Rows of ``t``, which are written, have memory of their own; those of an expanded tensor share it."""
-        for dim, (size, stride) in enumerate(zip(t.shape[:-1], t.stride()[:-1], strict=True)):
-            if guard_or_false(stride < t.shape[-1]) and guard_or_false(size > 1):
-                self.fail(
-                    ShapeError,
-                    f"{name} is written and its rows overlap, with stride {stride} in dimension {dim}",
-                    f"a stride of at least {t.shape[-1]}, the size of the last dimension",
-                    f"use {name}.contiguous(), not an expanded tensor",
-                )
+        """Elements of ``t``, which are written, have memory of their own; those of an expanded tensor share it."""
+        dim = overlapping_dim(t)
+        if dim is not None:
+            self.fail(
+                ShapeError,
+                f"{name} is written and its elements overlap, with stride {int(t.stride(dim))} in dimension {dim}",
+                "memory of its own for each element",
+                f"use {name}.contiguous(), not an expanded tensor",
+            )
 
     def no_grad(self, **tensors: Tensor | None) -> None:
         if torch.is_grad_enabled():
