@@ -134,6 +134,12 @@ def optional_integers(where: str, **values: Any) -> tuple[Any, ...]:
     return tuple(None if x is None else integers(where, **{name: x})[0] for name, x in values.items())
 
 
+def check_real(where: str, name: str, t: Tensor) -> None:
+    """Refuse a complex tensor, of which conversions to real dtypes drop a part."""
+    if t.is_complex():
+        fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "a tensor of real numbers", f"convert {name}")
+
+
 def _renamed(
     raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AttnOpsError | None:
@@ -266,9 +272,7 @@ def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
         if leaf.value.layout is not torch.strided:
             layout = str(leaf.value.layout).removeprefix("torch.")
             fail(ArgumentError, where, f"{leaf.name} is {layout}", "a strided tensor", f"pass {leaf.name}.to_dense()")
-        if leaf.value.is_complex():
-            shown = f"{leaf.name} is {dtype_name(leaf.value.dtype)}"
-            fail(DTypeError, where, shown, "a tensor of real numbers", f"convert {leaf.name}")
+        check_real(where, leaf.name, leaf.value)
         if leaf.value.dim() == 0 and not _admits(1.0, leaf.annotation):
             fail(
                 ShapeError,

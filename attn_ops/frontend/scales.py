@@ -12,6 +12,7 @@ from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedE
 from attn_ops.frontend.arguments import finite
 from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR, softmax_scale
 from attn_ops.plan.page_table import seen
+from attn_ops.typed import check_real
 
 Scale = float | Tensor | None
 
@@ -57,8 +58,11 @@ class FoldedScales(NamedTuple):
 
 def reciprocal(where: str, name: str, scale: Scale) -> Scale:
     """``1 / scale`` of a scale that the output is divided by."""
-    if scale is None or isinstance(scale, Tensor):
-        return scale if scale is None else scale.float().reciprocal()
+    if scale is None:
+        return None
+    if isinstance(scale, Tensor):
+        check_real(where, name, scale)
+        return scale.float().reciprocal()
     return 1 / positive_number(where, name, scale)
 
 
@@ -84,6 +88,7 @@ def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: 
     """A number, a float32 tensor of no dimensions, with ``heads`` one of a value per query head, or one per row too."""
     if not isinstance(scale, Tensor):
         return None if scale is None else as_number(where, name, scale)
+    check_real(where, name, scale)
     if name in PER_ROW and scale.dim():
         return scale
     if seen(scale):

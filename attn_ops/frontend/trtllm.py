@@ -37,7 +37,7 @@ from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative
-from attn_ops.typed import integers, typed
+from attn_ops.typed import check_real, integers, typed
 
 
 def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
@@ -237,6 +237,7 @@ def trtllm_batch_decode_with_kv_cache(
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
     if bmm1_scale_log2 is not None:
+        check_real(where, "bmm1_scale_log2", bmm1_scale_log2)
         bmm1_scale = bmm1_scale_log2.float() * math.log(2)
     call = _Decode(
         where,

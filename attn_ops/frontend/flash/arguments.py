@@ -13,7 +13,7 @@ from attn_ops.frontend.arguments import as_sinks, refuse_listed, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
-from attn_ops.typed import integers
+from attn_ops.typed import check_real, integers
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -186,6 +186,7 @@ _NO_FACTORS = ScaleFactors()
 def _check_positive(where: str, name: str, scale: Scale) -> None:
     """Numbers, and the contents of a tensor that is :func:`~attn_ops.plan.page_table.seen`, are positive."""
     if isinstance(scale, Tensor):
+        check_real(where, name, scale)
         numbers = scale.flatten().tolist() if seen(scale) else []
     else:
         numbers = [] if scale is None else [scale]

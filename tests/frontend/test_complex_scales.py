@@ -1,0 +1,66 @@
+"""Complex scales are refused in the same words, eager and traced: a conversion to float32 would drop a part of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.wrapper_requests import DEVICE, Requests, workspace
+
+import attn_ops as flashinfer
+from attn_ops import errors, flash_attn
+
+R = Requests((37, 5, 130, 1), kv_layout="HND")
+FP8 = Requests((37, 5, 130, 1), kv_layout="HND", kv_dtype=torch.float8_e4m3fn)
+
+
+def decode() -> Callable[..., Any]:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HND")
+    wrapper.plan(*R.table, *R.sizes, q_data_type=R.dtype)
+    return lambda **scales: wrapper.run(R.q, R.cache(), **scales)
+
+
+def ragged() -> Callable[..., Any]:
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    wrapper.plan(R.kv_indptr, R.kv_indptr, *R.sizes[:3], o_data_type=torch.float8_e4m3fn)
+    k, v = R.ragged()
+    q = torch.zeros(k.shape[0], 4, 64, dtype=R.dtype, device=DEVICE)
+    return lambda **scales: wrapper.run(q, k, v, **scales)
+
+
+def block_tables() -> Callable[..., Any]:
+    tables = R.block_tables(), R.seq_lens, 130
+    call, scratch = flashinfer.trtllm_batch_decode_with_kv_cache, workspace()
+    return lambda **scales: call(R.q, R.cache(), scratch, *tables, **{"bmm1_scale": 0.125, **scales})
+
+
+def flash() -> Callable[..., Any]:
+    k, v = (t.transpose(1, 2) for t in FP8.cache())
+    tables = {"cache_seqlens": FP8.seq_lens, "block_table": FP8.block_tables(0).clamp(min=0)}
+    return lambda **scales: flash_attn.flash_attn_with_kvcache(FP8.q[:, None], k, v, **tables, **scales)
+
+
+CASES = {
+    ("BatchDecodeWithPagedKVCacheWrapper.run", "q_scale"): decode,
+    ("BatchDecodeWithPagedKVCacheWrapper.run", "v_scale"): decode,
+    ("BatchPrefillWithRaggedKVCacheWrapper.run", "o_scale"): ragged,
+    ("trtllm_batch_decode_with_kv_cache", "bmm1_scale"): block_tables,
+    ("trtllm_batch_decode_with_kv_cache", "bmm1_scale_log2"): block_tables,
+    ("flash_attn_with_kvcache", "k_descale"): flash,
+}
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize(("function", "name"), CASES)
+def test_complex_scales_are_refused(function: str, name: str, traced: bool) -> None:
+    call = CASES[function, name]()
+    call(**{name: torch.ones((), device=DEVICE)})
+    if traced:
+        call = torch.compile(call, fullgraph=True, backend="eager")
+    message = f"{function}: {name} is complex64; expected a tensor of real numbers; convert {name}"
+    with pytest.raises(Exception, match=re.escape(message)) as raised:
+        call(**{name: torch.ones((), dtype=torch.complex64, device=DEVICE)})
+    assert traced or raised.type is errors.DTypeError
