@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
 
 
-def ours(problem: DecodeProblem) -> Call:
+def ours(problem: DecodeProblem, backend: str = "auto", num_ctas: int | None = None) -> Call:
     """``batch_decode`` with a plan that is made in advance."""
-    planner = problem.planner()
+    planner = problem.planner(num_ctas)
     plan = planner.plan(*problem.table.arguments)
     decode, workspace, layout = torch.ops.attn.batch_decode, planner.workspace, problem.row.layout
-    return lambda copy: decode(problem.q, *problem.caches(copy), plan, workspace, kv_layout=layout)[0]
+    return lambda copy: decode(problem.q, *problem.caches(copy), plan, workspace, kv_layout=layout, backend=backend)[0]
 
 
 def _backend(problem: DecodeProblem) -> str:

@@ -34,7 +34,7 @@ class DecodeProblem:
         """A cache of the row's layout as one in NHD, or the other way round."""
         return cache.transpose(1, 2) if self.row.layout == "HND" else cache
 
-    def planner(self) -> attn_ops.DecodePlanner:
+    def planner(self, num_ctas: int | None = None) -> attn_ops.DecodePlanner:
         """A planner of exactly this batch."""
         return attn_ops.DecodePlanner(
             self.row.batch,
@@ -44,6 +44,7 @@ class DecodeProblem:
             num_kv_heads=self.row.num_kv_heads,
             head_dim=self.row.head_dim,
             max_kv_len=max(self.row.lengths),
+            num_ctas=num_ctas,
             device=self.device,
         )
 

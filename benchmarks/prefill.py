@@ -58,12 +58,12 @@ def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
 
 OURS: dict[str, Prepare] = {"paged": _paged, "ragged": _ragged}
 
-FP8_OURS: dict[str, Prepare] = {
+OURS_BY_BACKEND: dict[str, Prepare] = {
     f"{backend} {name}": functools.partial(prepare, backend=backend)
     for backend in ("triton", "cuda")
     for name, prepare in (("paged", _paged), ("ragged", _ragged))
 }
-"""With FP8 keys and values."""
+"""The same on one backend, which is named."""
 
 
 def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
@@ -86,6 +86,6 @@ def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    rows, ours = (PREFILL_FP8_ROWS, FP8_OURS) if args.fp8 else (PREFILL_ROWS, OURS)
+    rows, ours = (PREFILL_FP8_ROWS, OURS_BY_BACKEND) if args.fp8 else (PREFILL_ROWS, OURS)
     name, libraries = args.name or ("prefill_fp8" if args.fp8 else "prefill"), ["flash_attn"]
     report.compare(args, name, NOTE, rows, ours, PREFILL_PEERS, _measure, higher_is_better=True, libraries=libraries)

@@ -1,5 +1,6 @@
 """Tune tile sizes of decode and prefill for one problem on this GPU, and store those that beat the defaults.
 
+Tiles are those of the Triton kernels, which are measured also where ``auto`` takes a CUDA kernel, as on Hopper.
 The library reads the table that the environment variable ``ATTN_OPS_TILES`` names. Entries of other GPUs and problems
 in the table are kept.
 """
@@ -7,6 +8,7 @@ in the table are kept.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -20,6 +22,7 @@ import torch
 from attn_ops.kernels.triton.config_tuned import Entry, override_tile, problem_key
 
 from attn_ops.ops import tuning_table
+from attn_ops.plan.sizing import general_ctas_per_head
 from benchmarks import decode, prefill, report
 from benchmarks.comparison import MAX_RELATIVE_ERROR, Prepare, release_memory
 from benchmarks.decode_problem import DecodeProblem
@@ -75,7 +78,9 @@ def decode_cases(args: argparse.Namespace) -> Iterator[Case]:
         row = DecodeRow(name, lengths, num_qo_heads, num_kv_heads, None, dim, args.page_size, args.fp8)
         p = DecodeProblem(row)
         key = problem_key(p.dtype, p.kv_dtype, dim, dim, num_qo_heads // num_kv_heads, args.page_size)
-        yield Case("decode", key, name, p, decode.ours, row.bytes() / report.PEAK_BYTES_PER_US + 5)
+        ctas = general_ctas_per_head(p.q.device, num_kv_heads)
+        prepare = functools.partial(decode.ours, backend="triton", num_ctas=ctas)
+        yield Case("decode", key, name, p, prepare, row.bytes() / report.PEAK_BYTES_PER_US + 5)
 
 
 def prefill_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -94,7 +99,7 @@ def prefill_cases(args: argparse.Namespace) -> Iterator[Case]:
                 key,
                 f"{name}, {kind}",
                 p,
-                prefill.OURS[kind],
+                prefill.OURS_BY_BACKEND[f"triton {kind}"],
                 row.flops() / prefill.EXPECTED_FLOPS_PER_US + 10,
             )
 
@@ -179,3 +184,4 @@ def run(args: argparse.Namespace) -> None:
             )
             release_memory()
     print(f"wrote {args.output}; to use it, set {tuning_table.VARIABLE}={args.output}")
+    print("The tiles are those of the Triton kernels; CUDA kernels have none. attn_ops.explain says which runs a call.")

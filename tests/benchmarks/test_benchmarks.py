@@ -484,11 +484,11 @@ def test_prefill_rows_have_the_columns_of_the_report(timed: list[str], monkeypat
 @pytest.mark.parametrize("query", [False, True])
 def test_fp8_rows_compare_backends(query: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _on_cpu(monkeypatch, prefill, "PrefillProblem")
-    assert list(prefill.FP8_OURS) == ["triton paged", "triton ragged", "cuda paged", "cuda ragged"]
-    ours = {name: functools.partial(prepare, backend="reference") for name, prepare in prefill.FP8_OURS.items()}
+    assert list(prefill.OURS_BY_BACKEND) == ["triton paged", "triton ragged", "cuda paged", "cuda ragged"]
+    ours = {name: functools.partial(prepare, backend="reference") for name, prepare in prefill.OURS_BY_BACKEND.items()}
     small = replace(STEP, fp8=True, fp8_query=query)
     row = prefill._measure(small, Comparison(ours, {}))
-    assert all(row[name] for name in prefill.FP8_OURS)
+    assert all(row[name] for name in prefill.OURS_BY_BACKEND)
     assert small.kv_bytes() * 2 == STEP.kv_bytes()
     problem = prefill_problem.PrefillProblem(small, device="cpu")
     assert (problem.q.dtype == torch.float8_e4m3fn) == query

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,30 @@ def test_the_tile_that_is_best_over_all_rows_wins(monkeypatch: pytest.MonkeyPatc
     assert entry == {"kv": 64, "num_warps": 4, "num_stages": 2}
     assert share == pytest.approx(0.9)
     assert len(tried) == len(tune.candidates("decode", KEY))
+
+
+def test_the_triton_kernels_are_tuned_where_others_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Problem(SimpleNamespace):
+        def __init__(self, row: Any) -> None:
+            super().__init__(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, q=torch.zeros(1))
+
+        def planner(self, paged: bool) -> Any:
+            return SimpleNamespace(problem=SimpleNamespace(tile_rows=32))
+
+    def prepare(problem: Any, **options: Any) -> Any:
+        calls.append(options)
+
+    for name in ("DecodeProblem", "PrefillProblem"):
+        monkeypatch.setattr(tune, name, Problem)
+    monkeypatch.setattr(tune, "general_ctas_per_head", lambda device, num_kv_heads: 2 * num_kv_heads)
+    monkeypatch.setattr(tune.decode, "ours", prepare)
+    args = SimpleNamespace(heads=(32, 8), head_dim=128, page_size=16, fp8=False)
+    for case in tune.decode_cases(args):
+        case.prepare(case.problem)
+    assert calls == [{"backend": "triton", "num_ctas": 16}] * 3
+    assert {case.prepare.keywords["backend"] for case in tune.prefill_cases(args)} == {"triton"}
 
 
 def test_prefill_tiles_have_no_more_rows_than_the_plans() -> None:
