@@ -49,7 +49,7 @@ Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """The problem of a plan of ``spec`` for about ``rows`` query rows of each request."""
-    sizes = packed_rows_of_tiles(spec.head_dim_qk, spec.head_dim_vo, device)
+    sizes = packed_rows_of_tiles(*spec.head_dims, device)
     tile_rows = spec.tile_rows(device) or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, sizes)
     return PlanProblem.of_options(
         page_size=spec.page_size,
@@ -159,7 +159,7 @@ class BlockTables(NamedTuple):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        return self.spec.head_dim_qk, self.spec.head_dim_vo
+        return self.spec.head_dims
 
     def check(self, call: AttentionCall) -> None:
         return None
@@ -205,7 +205,7 @@ class RaggedLengths(NamedTuple):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        return self.spec.head_dim_qk, self.spec.head_dim_vo
+        return self.spec.head_dims
 
     def check(self, call: AttentionCall) -> None:
         return None

@@ -89,7 +89,7 @@ class PlannedBatch:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        return self.spec.head_dim_qk, self.spec.head_dim_vo
+        return self.spec.head_dims
 
     def check(self, call: AttentionCall) -> None:
         where, q, kv = call.where, call.tensors[0], call.tensors[-1]

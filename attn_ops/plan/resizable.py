@@ -28,8 +28,7 @@ MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
 
 def least_capacity(spec: PlanSpec) -> BatchSize:
     """Capacity of the smallest plan. For MLA it is a row of each request, since their number decides on clusters."""
-    is_mla = (spec.head_dim_qk, spec.head_dim_vo) == MLA_HEAD_DIMS
-    return MIN_CAPACITY._replace(rows=MIN_CAPACITY.batch) if is_mla else MIN_CAPACITY
+    return MIN_CAPACITY._replace(rows=MIN_CAPACITY.batch) if spec.head_dims == MLA_HEAD_DIMS else MIN_CAPACITY
 
 
 class PlanSpec(NamedTuple):
@@ -61,6 +60,10 @@ class PlanSpec(NamedTuple):
     general_decode: bool = False
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim_qk, self.head_dim_vo
+
+    @property
     def depends_on_batch(self) -> bool:
         """Whether the sizes of query tiles and splits follow from the batch."""
         return not self.unsplit and self.fixed_split_size is None
@@ -69,12 +72,12 @@ class PlanSpec(NamedTuple):
         """Query rows of a query tile if they must not depend on the batch, else None."""
         if self.depends_on_batch:
             return None
-        sizes = unsplit_packed_rows(self.head_dim_qk, self.head_dim_vo, device)
+        sizes = unsplit_packed_rows(*self.head_dims, device)
         return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows, sizes)
 
     def capacity_tile_rows(self, device: torch.device, capacity: BatchSize) -> int:
         """Query rows of a query tile in a plan of this capacity."""
-        sizes = packed_rows_of_tiles(self.head_dim_qk, self.head_dim_vo, device, self.large_batch)
+        sizes = packed_rows_of_tiles(*self.head_dims, device, self.large_batch)
         rows = -(-capacity.rows // capacity.batch)
         return self.tile_rows(device) or rows_per_tile(self.num_qo_heads, self.num_kv_heads, rows, sizes)
 
@@ -82,8 +85,8 @@ class PlanSpec(NamedTuple):
         """The spec for a batch of this size, with ``large_batch``. The capacity of its plan has no effect."""
         if self.decode or not self.depends_on_batch:
             return self
-        dims = self.head_dim_qk, self.head_dim_vo
-        large = is_large_batch(self.num_qo_heads, self.num_kv_heads, dims, size.batch, size.rows, device)
+        heads = self.num_qo_heads, self.num_kv_heads
+        large = is_large_batch(*heads, self.head_dims, size.batch, size.rows, device)
         return self._replace(large_batch=large)
 
 

@@ -128,14 +128,13 @@ def fills_three_consumers(packed_rows: int) -> bool:
 
 def has_three_consumers(problem: PlanProblem) -> bool:
     """Whether the CUDA prefill kernel has three consumers in 16 bits."""
-    head_dims = problem.head_dim_qk, problem.head_dim_vo
-    if head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
+    if problem.head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
         return fills_three_consumers(packed_rows_of_tile(problem))
-    return head_dims == (THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_HEAD_DIM)
+    return problem.head_dims == (THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_HEAD_DIM)
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:
-    return max(problem.head_dim_qk, problem.head_dim_vo) > LARGE_HEAD_DIM
+    return max(problem.head_dims) > LARGE_HEAD_DIM
 
 
 def packed_rows_of_tile(problem: PlanProblem) -> int:
@@ -168,7 +167,7 @@ def cluster_splits(sms: int, problem: PlanProblem, tiles: int) -> int:
     Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
     an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one.
     """
-    is_cuda_mla = (problem.head_dim_qk, problem.head_dim_vo, problem.num_kv_heads) == (*MLA_HEAD_DIMS, 1)
+    is_cuda_mla = problem.head_dims == MLA_HEAD_DIMS and problem.num_kv_heads == 1
     if not is_cuda_mla or problem.page_size % KV_BLOCK or problem.split or problem.window:
         return 1
     if mla_cluster(packed_rows_of_tile(problem)) > 1:
@@ -227,8 +226,8 @@ def ctas_per_head(device: torch.device, problem: PlanProblem) -> int:
 
     The CUDA kernel, where it takes these sizes, has one CTA per SM.
     """
-    head_dims, group = (problem.head_dim_qk, problem.head_dim_vo), problem.num_qo_heads // problem.num_kv_heads
-    cuda = is_hopper(device) and has_cuda_decode(head_dims, group, problem.page_size)
+    group = problem.num_qo_heads // problem.num_kv_heads
+    cuda = is_hopper(device) and has_cuda_decode(problem.head_dims, group, problem.page_size)
     return _ctas_per_head(device, problem.num_kv_heads, 1 if cuda else CTAS_PER_SM)
 
 

@@ -108,6 +108,10 @@ class PlanProblem(NamedTuple):
     matrix_keys: int = 0
     placed: int = 0
 
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim_qk, self.head_dim_vo
+
     @classmethod
     def of_options(
         cls, *, window_left: int, causal: bool, window_right: int, fixed_split_size: int | None, **sizes: int
