@@ -92,22 +92,22 @@ def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
 
 def without_window(plan: Plan) -> Plan:
     """The same batch in a new plan of the same capacity, for calls that see keys outside the planned window."""
-    return _planned_again(plan, PlanProblem.of(plan.problem)._replace(window=0), plan.kv_indices)
+    return _replanned(plan, PlanProblem.of(plan.problem)._replace(window=0), plan.kv_indices)
 
 
 def with_pages(plan: PrefillPlan, kv_indices: Tensor) -> PrefillPlan:
     """The same batch in a new plan, over other pages: ``kv_indices`` as many as ``plan`` has."""
-    return _planned_again(plan, PlanProblem.of(plan.problem), kv_indices)
+    return _replanned(plan, PlanProblem.of(plan.problem), kv_indices)
 
 
-def _planned_again(plan: Plan, problem: PlanProblem, kv_indices: Tensor) -> Plan:
-    again = type(plan)(problem.as_shape_tensor(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:]))
+def _replanned(plan: Plan, problem: PlanProblem, kv_indices: Tensor) -> Plan:
+    replanned = type(plan)(problem.as_shape_tensor(plan.kv_len.device), *(torch.empty_like(t) for t in plan[1:]))
     table = plan.kv_indptr, kv_indices, _last_page_len(plan)
     if isinstance(plan, DecodePlan):
-        call_op("plan_decode", *table, again)
+        call_op("plan_decode", *table, replanned)
     else:
-        call_op("plan_prefill", plan.qo_indptr, *table, again)
-    return again
+        call_op("plan_prefill", plan.qo_indptr, *table, replanned)
+    return replanned
 
 
 def _last_page_len(plan: DecodePlan | PrefillPlan) -> Tensor:

@@ -295,12 +295,12 @@ class CacheBatch(NamedTuple):
         given = [t is not None for t in self._lengths_and_tables()]
         without_tensors = self._of([None] * len(given))
 
-        def again(*tensors: Tensor) -> SchedulerMetadata:
+        def replan(*tensors: Tensor) -> SchedulerMetadata:
             slots = iter(tensors)
             batch = without_tensors._of([next(slots) if is_given else None for is_given in given])
             return batch.metadata(where, None).metadata
 
-        return found._replace(again=again)
+        return found._replace(replan=replan)
 
 
 def by_tokens(tables: int, chunk: int, page_size: int) -> bool:

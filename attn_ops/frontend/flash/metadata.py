@@ -365,13 +365,13 @@ class GivenMetadata(NamedTuple):
 class Found(NamedTuple):
     """The metadata of a call: ``given``, or what it was found by; neither if it was made for this call alone.
 
-    again  checks and plans for other tensors in the place of those of ``by``, and keeps none
+    replan  checks and plans for other tensors in the place of those of ``by``, and keeps none
     """
 
     metadata: SchedulerMetadata
     by: SharedKey | None = None
     given: GivenMetadata | None = None
-    again: Callable[..., SchedulerMetadata] | None = None
+    replan: Callable[..., SchedulerMetadata] | None = None
 
     def lookup(self, on_cpu: bool) -> Lookup | None:
         """How later calls find the metadata. A table on the host is checked in each call with a cache on a GPU."""
@@ -380,12 +380,12 @@ class Found(NamedTuple):
         by = self.by
         if by is None or (by.on_host and by.tensors and not on_cpu):
             return None
-        found, again = by.finder(), self.again if on_cpu else None
+        found, replan = by.finder(), self.replan if on_cpu else None
 
         def find(*tensors: Tensor) -> list[Tensor] | None:
             metadata = found(tensors)
-            if metadata is None and again is not None:
-                metadata = again(*tensors)
+            if metadata is None and replan is not None:
+                metadata = replan(*tensors)
             return None if metadata is None else [*metadata.plan, *metadata[1:]]
 
         return Lookup(by.tensors, flatten_tensors((self.metadata,)), find)
