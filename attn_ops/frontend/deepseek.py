@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
@@ -12,7 +11,7 @@ from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ran
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import ROWS, block_table, latent_call, ragged_call, rank_keys, uniform_rows
-from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
@@ -20,11 +19,6 @@ from attn_ops.plan.page_table import cumulative, uniform_indptr
 from attn_ops.typed import integers, typed
 
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
-
-
-def _unnamed_dtype(query: Tensor, out: Tensor | None) -> torch.dtype | None:
-    """The dtype of an output that no argument names: bfloat16 for an FP8 query, as these functions have no scale."""
-    return torch.bfloat16 if out is None and query.dtype in FP8 else None
 
 
 def _decode(
@@ -69,7 +63,7 @@ def _decode(
         seq_lens,
         rows,
         AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, sinks, query.device), causal=True),
-        OutputSpec(out, lse, return_lse, _unnamed_dtype(query, out), lse_base, rows_shape=tuple(query.shape[:-2])),
+        OutputSpec(out, lse, return_lse, dtype_without_scale(query, out), lse_base, rows_shape=tuple(query.shape[:-2])),
         ScaleFactors({"bmm1_scale": scales[0]}, {"bmm2_scale": scales[1]}),
         keys,
     ).execute()
@@ -264,7 +258,7 @@ def trtllm_ragged_attention_deepseek(
         qo_indptr,
         kv_indptr,
         bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal)),
-        OutputSpec(out, lse, return_lse, _unnamed_dtype(query, out)),
+        OutputSpec(out, lse, return_lse, dtype_without_scale(query, out)),
         ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
         backend=own_backend(backend),
     ).execute()

@@ -130,6 +130,11 @@ class OutputSpec(NamedTuple):
         return (out, lse) if self.return_lse else out
 
 
+def dtype_without_scale(q: Tensor, out: Tensor | None) -> torch.dtype | None:
+    """``OutputSpec.dtype`` of functions that do not scale the output: bfloat16 for an FP8 query without ``out``."""
+    return torch.bfloat16 if out is None and q.dtype in FP8 else None
+
+
 def check_buffer(
     where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -20,8 +20,8 @@ from attn_ops.frontend.flash.chunks import ragged_chunks
 from attn_ops.frontend.flash.metadata import BatchForm, Found, FoundCall, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.flash.plan_spec import ragged_spec
 from attn_ops.frontend.one_shot import unplanned_call
-from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.symbolic_sizes import at_most
@@ -38,11 +38,11 @@ class Result(NamedTuple):
     out: Tensor | None = None
 
     def spec(self, q: Tensor) -> OutputSpec:
-        """For a query of ``q``'s dtype: of an FP8 query the output is bfloat16, unless ``out`` has another dtype."""
+        """For a query of ``q``'s dtype."""
         return OutputSpec(
             self.out,
             return_lse=self.return_lse,
-            dtype=torch.bfloat16 if self.out is None and q.dtype in FP8 else None,
+            dtype=dtype_without_scale(q, self.out),
             lse_base="ln",
             lse_layout="HN" if self.shape is None else "NH",
             rows_shape=self.shape,
