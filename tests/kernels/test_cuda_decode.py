@@ -115,6 +115,8 @@ TAKEN: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"dtype": F16, "kv_dtype": E5M2}, (128, 8, F16, E5M2)),
     ({"page_size": 8}, (128, 8, BF16, None)),
     ({"page_size": 264}, (128, 8, BF16, None)),
+    ({"kv_dtype": E4M3, "page_size": 48}, (128, 8, F16, E4M3)),
+    ({"kv_dtype": E4M3, "page_size": 32, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 8, F16, E4M3)),
     ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 8, BF16, None)),
     ({"context_ranks": 2}, (128, 8, BF16, None)),
 ]
@@ -133,6 +135,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"head_dim_qk": 128, "head_dim_vo": 64}, "head dimensions 128 and 64 have no tile"),
     ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
+    ({"page_size": 24, "kv_dtype": E4M3}, "pages of 24 tokens are not multiples of 16"),
+    ({"page_size": 8, "head_dim_qk": 64, "head_dim_vo": 64}, "pages of 8 tokens are not multiples of 16"),
+    (
+        {"page_size": 16, "kv_dtype": E5M2, "head_dim_qk": 64, "head_dim_vo": 64},
+        "pages of 16 tokens are not multiples of 32",
+    ),
     ({"num_qo_heads": 34}, "it needs at most 16 query heads per KV head"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
