@@ -54,7 +54,7 @@ def overlapping_dim(t: torch.Tensor) -> int | None:
 
     Its elements then share memory, but for strides that no view of a tensor has. Adds no guard on a number of rows.
     """
-    if not torch.compiler.is_compiling() and t.is_contiguous():
+    if not torch.compiler.is_compiling() and type(t) is torch.Tensor and t.is_contiguous():
         return None
     dims = list(enumerate(zip(t.shape, t.stride(), strict=True)))
     for dim, (size, stride) in dims:
