@@ -185,8 +185,14 @@ class ResizablePlan:
         if spec.decode:
             split_size = max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size
             ctas = general_ctas_per_head(self.device, spec.num_kv_heads) if spec.general_decode else None
-            given = {"fixed_split_size": split_size, "num_ctas": ctas, "kv_dtype": spec.kv_dtype}
-            return DecodePlanner(capacity.batch, capacity.pages, **given, **shared)
+            return DecodePlanner(
+                capacity.batch,
+                capacity.pages,
+                num_ctas=ctas,
+                kv_dtype=spec.kv_dtype,
+                fixed_split_size=split_size,
+                **shared,
+            )
         return PrefillPlanner(
             capacity.batch,
             capacity.rows,
