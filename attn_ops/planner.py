@@ -73,8 +73,6 @@ class DecodePlanner(PlannerBase):
         num_ctas: CTAs that divide the work of one KV head. Default: two per SM in all, and one on Hopper for sizes that
             ``cuda.decode`` takes. Calls that the general kernel runs over such a plan, with position encodings or a
             float32 query, are faster with two.
-        kv_dtype: dtype of the cache, for the default of ``num_ctas``: the sizes that ``cuda.decode`` takes are others
-            with an FP8 cache. Default: one of 16 bits.
         context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
             plan() takes and the capacities are those of all ranks; the plan has this rank's pages.
         head_shards: ranks that the heads are divided over (:mod:`attn_ops.distributed`). The head counts are those of
@@ -119,7 +117,6 @@ class DecodePlanner(PlannerBase):
         window_left: int = -1,
         cache_pages: int | None = None,
         num_ctas: int | None = None,
-        kv_dtype: torch.dtype | None = None,
         fixed_split_size: int | None = None,
         device: str | torch.device | None = None,
         storage: Mapping[str, Tensor] | None = None,
@@ -148,7 +145,7 @@ class DecodePlanner(PlannerBase):
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
         if num_ctas is None:
-            num_ctas = ctas_per_head(self.device, of_rank, kv_dtype)
+            num_ctas = ctas_per_head(self.device, of_rank)
         capacity = max_batch, max_pages, num_ctas
         shapes = decode_shapes(self.problem, *capacity)
         check_products("planner", self.problem, max_pages, shapes)

@@ -56,6 +56,8 @@ def overlapping_dim(t: torch.Tensor) -> int | None:
     """
     if not torch.compiler.is_compiling() and type(t) is torch.Tensor and t.is_contiguous():
         return None
+    if any_zero(*t.shape):
+        return None
     dims = list(enumerate(zip(t.shape, t.stride(), strict=True)))
     for dim, (size, stride) in dims:
         if statically_known_true(size <= 1):

@@ -44,7 +44,6 @@ class DecodeProblem:
             num_kv_heads=self.row.num_kv_heads,
             head_dim=self.row.head_dim,
             max_kv_len=max(self.row.lengths),
-            kv_dtype=self.kv_dtype,
             num_ctas=num_ctas,
             device=self.device,
         )

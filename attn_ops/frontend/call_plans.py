@@ -173,10 +173,8 @@ class BlockTables(NamedTuple):
         problem = problem_of(self.spec, device, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
-            if self.spec.general_decode:
-                ctas = general_ctas_per_head(device, problem.num_kv_heads)
-            else:
-                ctas = ctas_per_head(device, problem, self.spec.kv_dtype)
+            general = self.spec.general_decode
+            ctas = general_ctas_per_head(device, problem.num_kv_heads) if general else ctas_per_head(device, problem)
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             call_op("plan_decode", *table, decode, **options)
             return decode

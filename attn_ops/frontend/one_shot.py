@@ -21,6 +21,7 @@ from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
@@ -161,6 +162,7 @@ def block_table_call(
         if qo_indptr is None:
             qo_indptr = uniform_indptr(q.shape[0], 1, q.device)
     page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
+    general = needs_general_decode(computed_dtype(q.dtype, v_cache.dtype), options.pos_encoding)
     spec = PlanSpec(
         decode=qo_indptr is None,
         paged=True,
@@ -171,7 +173,8 @@ def block_table_call(
         head_dim_vo=v_cache.shape[-1],
         window_left=options.window_left,
         causal=options.causal and qo_indptr is not None,
-    ).of_calls(computed_dtype(q.dtype, v_cache.dtype), v_cache.dtype, options.pos_encoding)
+        general_decode=general and qo_indptr is None,
+    )
     capacity = block_tables.shape[1] * page_size
     seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q.device, capacity, names.table)
     batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys)

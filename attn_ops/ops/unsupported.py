@@ -72,8 +72,8 @@ CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 CUDA_DECODE_PACKED_ROWS = (8, 16)
 """Query heads of a KV head that the CUDA decode kernels have room for."""
 
-CUDA_DECODE_PAGE_BYTES = 2048
-"""Least bytes of a head's keys in a page of the CUDA decode kernel, one box of TMA. A smaller box takes as long."""
+CUDA_DECODE_PAGE = 16
+"""Page sizes of the CUDA decode kernel are multiples of it. With smaller pages the general kernel is faster."""
 
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
@@ -278,25 +278,20 @@ def cuda_merge_states(p: Problem) -> list[str]:
     )
 
 
-def _cuda_decode_sizes(
-    head_dims: tuple[int, int], group: int, page_size: int, fp8_cache: bool
-) -> list[tuple[bool, str]]:
+def _cuda_decode_sizes(head_dims: tuple[int, int], group: int, page_size: int) -> list[tuple[bool, str]]:
     """The checks of sizes of the CUDA decode kernel; ``head_dims`` are those of keys and of values."""
     dim_qk, dim_vo = head_dims
-    has_tile, most = dim_qk == dim_vo and dim_qk in CUDA_DECODE_HEAD_DIMS, max(CUDA_DECODE_PACKED_ROWS)
-    page = CUDA_DECODE_PAGE_BYTES // (dim_qk * (1 if fp8_cache else 2)) if has_tile else CUDA_PAGE
+    most = max(CUDA_DECODE_PACKED_ROWS)
     return [
-        (has_tile, f"head dimensions {dim_qk} and {dim_vo} have no tile"),
-        (page_size % page == 0, f"pages of {page_size} tokens are not multiples of {page}"),
+        (dim_qk == dim_vo and dim_qk in CUDA_DECODE_HEAD_DIMS, f"head dimensions {dim_qk} and {dim_vo} have no tile"),
+        (page_size % CUDA_DECODE_PAGE == 0, f"pages of {page_size} tokens are not multiples of {CUDA_DECODE_PAGE}"),
         (group <= most, f"it needs at most {most} query heads per KV head"),
     ]
 
 
-def has_cuda_decode(
-    head_dims: tuple[int, int], group: int, page_size: int, kv_dtype: torch.dtype | None = None
-) -> bool:
-    """Whether the CUDA decode kernel takes caches of these sizes; of 16 bits if ``kv_dtype`` is None."""
-    return not _failed(_cuda_decode_sizes(head_dims, group, page_size, kv_dtype in FP8))
+def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> bool:
+    """Whether the CUDA decode kernel takes caches of these sizes."""
+    return not _failed(_cuda_decode_sizes(head_dims, group, page_size))
 
 
 def needs_general_decode(dtype: torch.dtype, pos_encoding: str) -> bool:
@@ -314,7 +309,7 @@ def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dt
 def cuda_decode(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache."""
     group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)
-    sizes = _cuda_decode_sizes(dims, group, p.page_size, p.kv_dtype in FP8)
+    sizes = _cuda_decode_sizes(dims, group, p.page_size)
     checks = [
         (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
         _is_16_bit(p),

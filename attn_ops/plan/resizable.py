@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, MLA_HEAD_DIMS
-from attn_ops.ops.unsupported import needs_general_decode
+from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
 from attn_ops.plan.sizing import (
@@ -42,7 +41,6 @@ class PlanSpec(NamedTuple):
     rows              query rows of every request, if all have the same number
     large_batch       query tiles are those of :func:`is_large_batch`
     general_decode    the calls are such that no CUDA kernel takes them, as with position encodings
-    kv_dtype          dtype of the cache of a decode plan; None for one of 16 bits
     """
 
     decode: bool
@@ -60,18 +58,10 @@ class PlanSpec(NamedTuple):
     rows: int | None = None
     large_batch: bool = False
     general_decode: bool = False
-    kv_dtype: torch.dtype | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
         return self.head_dim_qk, self.head_dim_vo
-
-    def of_calls(self, dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str) -> PlanSpec:
-        """The spec for calls with these dtypes of query and cache: with ``general_decode`` and ``kv_dtype``."""
-        if not self.decode:
-            return self
-        general = needs_general_decode(dtype, pos_encoding)
-        return self._replace(general_decode=general, kv_dtype=kv_dtype if kv_dtype in FP8 else None)
 
     @property
     def depends_on_batch(self) -> bool:
@@ -185,14 +175,7 @@ class ResizablePlan:
         if spec.decode:
             split_size = max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size
             ctas = general_ctas_per_head(self.device, spec.num_kv_heads) if spec.general_decode else None
-            return DecodePlanner(
-                capacity.batch,
-                capacity.pages,
-                num_ctas=ctas,
-                kv_dtype=spec.kv_dtype,
-                fixed_split_size=split_size,
-                **shared,
-            )
+            return DecodePlanner(capacity.batch, capacity.pages, fixed_split_size=split_size, num_ctas=ctas, **shared)
         return PrefillPlanner(
             capacity.batch,
             capacity.rows,

@@ -221,13 +221,13 @@ def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
     return max_splits // 2 if problem.head_dim_vo <= SMALL_HEAD_DIM else (2 * max_splits + 1) // 3
 
 
-def ctas_per_head(device: torch.device, problem: PlanProblem, kv_dtype: torch.dtype | None = None) -> int:
+def ctas_per_head(device: torch.device, problem: PlanProblem) -> int:
     """Default ``num_ctas`` of a decode plan: CTAs that divide the work of one KV head, 1 on the CPU.
 
-    The CUDA kernel, where it takes these sizes, has one CTA per SM. Without ``kv_dtype`` the cache has 16 bits.
+    The CUDA kernel, where it takes these sizes, has one CTA per SM.
     """
     group = problem.num_qo_heads // problem.num_kv_heads
-    cuda = is_hopper(device) and has_cuda_decode(problem.head_dims, group, problem.page_size, kv_dtype)
+    cuda = is_hopper(device) and has_cuda_decode(problem.head_dims, group, problem.page_size)
     return _ctas_per_head(device, problem.num_kv_heads, 1 if cuda else CTAS_PER_SM)
 
 

@@ -158,21 +158,6 @@ def test_decode_by_the_general_kernel_has_its_ctas(
     assert wrapper._planned.plan.cta_indptr.shape[0] == 1 + (6 if general else 3)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_the_ctas_of_a_decode_plan_are_for_the_dtype_of_the_cache(
-    kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[torch.dtype | None] = []
-
-    def ctas_per_head(device: torch.device, problem: PlanProblem, kv: torch.dtype | None) -> int:
-        asked.append(kv)
-        return 3
-
-    monkeypatch.setattr("attn_ops.planner.ctas_per_head", ctas_per_head)
-    planned("decode", batch("decode", (700, 3)), q_data_type=torch.bfloat16, kv_data_type=kv_dtype)
-    assert asked == [kv_dtype]
-
-
 @pytest.mark.parametrize(("dtype", "general"), [(torch.float16, False), (torch.float32, True)], ids=str)
 def test_block_tables_of_the_general_kernel_have_its_ctas(
     dtype: torch.dtype, general: bool, monkeypatch: pytest.MonkeyPatch
