@@ -363,6 +363,32 @@ def test_calls_plan_for_themselves_if_the_metadata_cannot(q_len: int, made: dict
 
 
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "dense"])
+@pytest.mark.parametrize("seqlens", [torch.tensor([39, 17]), 39], ids=["tensor", "number"])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_metadata_for_an_append_without_room(paged: bool, seqlens: Tensor | int, varlen: bool) -> None:
+    """A call that appends nothing plans for itself; one that appends is an error if its lengths are on the host."""
+    lens = [seqlens] * 2 if isinstance(seqlens, int) else seqlens.tolist()
+    given = seqlens if isinstance(seqlens, int) else seqlens.to(DEVICE)
+    appended: dict[str, Any] = {"max_seqlen_k_new": 20}
+    if varlen:
+        appended |= {"cu_seqlens_k_new": torch.tensor([0, 14, 34], device=DEVICE), "total_k_new": 34}
+    r, q = Requests(tuple(lens)), torch.randn(2, 1, 4, 64, device=DEVICE).half()
+    caches, table = DenseCache(lens, size=48), r.block_tables(spare=0) if paged else None
+    k, v, keys, values = caches.k, caches.v, caches.keys, caches.values
+    pages: dict[str, Any] = {}
+    if paged:
+        (k, v), keys, values, pages = r.cache(), r.batch.keys, r.batch.values, {"block_table": table}
+    sizes: dict[str, Any] = {**pages, "page_size": 16} if paged else {}
+    made = get_scheduler_metadata(2, 1, 48, 4, 2, 64, given, device=DEVICE, **sizes, **appended)
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=given, scheduler_metadata=made, **pages)
+    check_dense(expected(list(zip(q, keys, values, strict=True))), out)
+    if DEVICE == "cpu" and not varlen:
+        new = torch.ones(2, 20, 2, 64).half()
+        with pytest.raises(errors.PageTableError, match=r"a request has 59 tokens and .* capacity for 48"):
+            flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=given, scheduler_metadata=made, **pages)
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "dense"])
 @pytest.mark.parametrize("appends", [False, True])
 def test_metadata_of_varlen_calls_without_totals(paged: bool, appends: bool, plans: list[str]) -> None:
     """FlashAttention's metadata knows ``cu_seqlens_q`` and ``cu_seqlens_k_new``, and no totals."""

@@ -196,6 +196,16 @@ class CacheBatch(NamedTuple):
         after = before + self.new_indptr(where).diff()
         return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity, self.table_name)
 
+    def has_room(self, where: str) -> bool:
+        """Whether the cache has places for the append, unless lengths are on a GPU. Longer caches are an error."""
+        capacity = self.spec.page_size * (1 if self.table is None else self.table.shape[-1])
+        given = [t for t in (*self.lengths.tensors(), self.cu_new) if t is not None]
+        if not self.appended or is_traced() or not all(map(seen, given)):
+            return not self._overflow(capacity)
+        host = self._replace(device=torch.device("cpu"))
+        before = host.lengths.before(where, self.requests, capacity, host.device, self.table_name)
+        return bool((before + host.new_indptr(where).diff() <= capacity).all())
+
     def check_places(self, where: str) -> None:
         """A table on the host names places of the cache, as far as tokens of known lengths are there.
 
@@ -264,10 +274,17 @@ class CacheBatch(NamedTuple):
 
     def _check_number(self, where: str, capacity: int) -> None:
         """A number of tokens is on the host, where the lengths after an append may not be."""
-        if isinstance(self.lengths.seqlens, int) and self.cu_new is None:
-            after = self.lengths.seqlens + self.appended // max(1, self.requests)
-            if self.lengths.seqlens <= capacity < after:
-                too_long(where, after, capacity, self.table_name)
+        after = self._overflow(capacity)
+        if after:
+            too_long(where, after, capacity, self.table_name)
+
+    def _overflow(self, capacity: int) -> int:
+        """Tokens after an append that a cache has no room for; 0 if it has, or if no number says how many there are."""
+        seqlens = self.lengths.seqlens
+        if not isinstance(seqlens, int) or self.cu_new is not None:
+            return 0
+        after = seqlens + self.appended // max(1, self.requests)
+        return after if seqlens <= capacity < after else 0
 
     def metadata(self, where: str, given: Any) -> Found:
         """``given``, which is checked, or shared or new metadata.
