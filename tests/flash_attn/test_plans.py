@@ -362,6 +362,23 @@ def test_calls_plan_for_themselves_if_the_metadata_cannot(q_len: int, made: dict
     assert len(plans) == (2 if DEVICE == "cpu" else 3)
 
 
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_calls_that_append_with_metadata_for_none(q_len: int, plans: list[str]) -> None:
+    """The metadata is of the lengths before the append."""
+    cache, q = DenseCache((9, 30)), torch.randn(2, q_len, 4, 64, device=DEVICE).half()
+    new_k, new_v = torch.randn(2, 2, 3, 2, 64, device=DEVICE).half().unbind()
+    keys, values = (
+        [torch.cat((x.to(DEVICE), new)) for x, new in zip(old, added, strict=True)]
+        for old, added in ((cache.keys, new_k), (cache.values, new_v))
+    )
+    made = get_scheduler_metadata(2, q_len, 40, 4, 2, 64, cache.cache_seqlens, causal=True)
+    given: dict[str, Any] = {"cache_seqlens": cache.cache_seqlens, "causal": True, "scheduler_metadata": made}
+    for _ in range(2):  # both write the same tokens
+        out = flash_attn_with_kvcache(q, cache.k, cache.v, new_k, new_v, **given)
+        check_dense(expected(list(zip(q, keys, values, strict=True)), causal=True), out)
+    assert len(plans) == (2 if DEVICE == "cpu" else 3)
+
+
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "dense"])
 @pytest.mark.parametrize("seqlens", [torch.tensor([39, 17]), 39], ids=["tensor", "number"])
 @pytest.mark.parametrize("varlen", [False, True])

@@ -92,7 +92,8 @@ class BatchForm(NamedTuple):
         if self.tables & (NO_TOTALS | NO_ROOM):
             return True
         knows_tables = (self.tables & batch.tables) == batch.tables  # Dynamo does not trace ~ of a size
-        return not knows_tables or self.appended > batch.appended == 0
+        one_appends = self.appended != batch.appended and (self.appended == 0 or batch.appended == 0)
+        return not knows_tables or one_appends
 
     def as_shape_tensor(self, device: torch.device) -> Tensor:
         return torch.empty((0, *self), dtype=torch.int32, device=device)

@@ -63,7 +63,8 @@ def get_scheduler_metadata(
         cache_seqlens: tokens in the cache before the append, int ``[batch]`` or a number; None for a full cache.
         max_seqlen_k_new: tokens that each request appends, unless ``cu_seqlens_k_new``, int ``[batch + 1]``, gives
             them; ``total_k_new`` are then the rows of ``k``. Without it each call plans for its own, as do calls that
-            append nothing where the metadata is for an append, whether or not the cache has room for that.
+            append nothing where the metadata is for an append, for which the cache need not have room, and calls that
+            append where it is for none.
         page_size, block_table: of a paged cache: a plan holds the page table, which FlashAttention's metadata does not.
             Without it each call plans for its own. ``page_table`` is another name of ``block_table``.
         cache_batch_idx, cache_leftpad, attention_chunk: those of the calls.
