@@ -28,7 +28,16 @@ from attn_ops.frontend.flash.cache import (
     rotate,
 )
 from attn_ops.frontend.flash.cache_checks import check_latent, check_requests, check_tables, new_tokens, one_of
-from attn_ops.frontend.flash.calls import DENSE, VARLEN, Result, dense_attention, requests_of, unpack, varlen_attention
+from attn_ops.frontend.flash.calls import (
+    DENSE,
+    VARLEN,
+    Result,
+    dense_attention,
+    requests_of,
+    unpack,
+    unpack_qkv,
+    varlen_attention,
+)
 from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
 from attn_ops.frontend.flash.padded import SpreadCall, Used
 from attn_ops.frontend.flash.plan_spec import cache_spec, runs_decode
@@ -424,12 +433,14 @@ def flash_attn_combine(
 
 
 @typed
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, num_heads_q: int | None = None, **kwargs: Any) -> Any:
     """:func:`flash_attn_func` of ``qkv [batch, seqlen, 3, num_heads, head_dim]``, and its arguments from
     ``dropout_p``.
+
+    ``qkv`` may be ``[batch, seqlen, num_heads_q + 2 * num_kv_heads, head_dim]``: query heads, then heads of keys, then
+    heads of values. ``num_heads_q`` is required for that, and has no effect otherwise.
     """
-    dims = "[batch, seqlen, 3, num_heads, head_dim]"
-    q, k, v = unpack("flash_attn_qkvpacked_func", "qkv", qkv, 3, dims)
+    q, k, v = unpack_qkv("flash_attn_qkvpacked_func", qkv, num_heads_q)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 

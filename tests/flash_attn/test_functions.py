@@ -147,6 +147,16 @@ def test_packed() -> None:
     check_varlen(want, flash_attn_varlen_kvpacked_func(q, kv, lens, lens, 5, 5, 0.0, None, True))
 
 
+def test_packed_by_heads() -> None:
+    """Query heads, then fewer heads of keys and of values, in one dimension."""
+    q, k, v = dense(2, 9, 9, heads=(6, 2))
+    want = expected(list(zip(q, k, v, strict=True)), causal=True)
+    check_dense(want, flash_attn_qkvpacked_func(torch.cat((q, k, v), 2), causal=True, num_heads_q=6))
+    stacked = torch.stack((q[:, :, :2], k, v), 2)
+    want = expected(list(zip(q[:, :, :2], k, v, strict=True)))
+    check_dense(want, flash_attn_qkvpacked_func(stacked, num_heads_q=2))
+
+
 RAGGED = (33, 3, 9, 0, 70), (4, 5, 0, 2, 40)
 
 

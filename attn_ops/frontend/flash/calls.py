@@ -222,3 +222,15 @@ def unpack(where: str, name: str, packed: Tensor, parts: int, dims: str) -> tupl
     if packed.shape[-3] != parts:
         fail(ShapeError, where, f"{name} is {shape_of(packed)}", dims, f"stack {parts} tensors in dimension -3")
     return packed.unbind(-3)
+
+
+def unpack_qkv(where: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """Views of ``qkv [..., 3, heads, head_dim]``, or of ``[..., num_heads_q + 2 * num_kv_heads, head_dim]``."""
+    if qkv.dim() != 4 or num_heads_q is None:
+        return unpack(where, "qkv", qkv, 3, "[batch, seqlen, 3, num_heads, head_dim]")
+    positive(where, num_heads_q=num_heads_q)
+    kv_heads = qkv.shape[2] - num_heads_q
+    if kv_heads < 2 or kv_heads % 2:
+        expected = f"heads in dimension 2: {num_heads_q} of queries, then as many of keys as of values"
+        fail(ShapeError, where, f"qkv is {shape_of(qkv)}", expected, "correct qkv or num_heads_q")
+    return qkv.split([num_heads_q, kv_heads // 2, kv_heads // 2], 2)
