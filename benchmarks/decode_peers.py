@@ -86,7 +86,7 @@ def flashinfer_persistent(problem: DecodeProblem) -> Call:
 
 def flashinfer_xqa(problem: DecodeProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache``, with block tables."""
-    call, out = xqa_call(problem.q, problem.table, kv_layout=problem.row.layout), torch.empty_like(problem.q)
+    call, out = xqa_call(problem.q, problem.table, problem.row.layout), torch.empty_like(problem.q)
     return lambda copy: call(problem.caches(copy), out=out)
 
 

@@ -46,12 +46,11 @@ def flash_attn() -> Any:
     return module("flash_attn")
 
 
-def xqa_call(q: Tensor, table: PageTable, **options: Any) -> Callable[..., Tensor]:
-    """``xqa_batch_decode_with_kv_cache`` of ``q [rows, num_qo_heads, head_dim]``, to call with caches in NHD, or in
-    ``kv_layout``."""
+def xqa_call(q: Tensor, table: PageTable, kv_layout: str = "NHD", **options: Any) -> Callable[..., Tensor]:
+    """``xqa_batch_decode_with_kv_cache`` of ``q [rows, num_qo_heads, head_dim]``, to call with caches."""
     function, workspace = flashinfer().decode.xqa_batch_decode_with_kv_cache, flashinfer_workspace(str(q.device))
     tables, longest = table.block_tables(), int(table.kv_len.max())
-    options = {"bmm1_scale": q.shape[-1] ** -0.5, "bmm2_scale": 1.0, "kv_layout": "NHD"} | options
+    options |= {"bmm1_scale": q.shape[-1] ** -0.5, "bmm2_scale": 1.0, "kv_layout": kv_layout}
     return lambda caches, out=None: function(q, caches, workspace, tables, table.kv_len, longest, out=out, **options)
 
 
