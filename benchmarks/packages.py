@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -26,14 +27,14 @@ from benchmarks.decode_problem import DecodeProblem
 from benchmarks.decode_rows import DecodeRow
 from benchmarks.prefill_problem import MlaProblem, PrefillProblem
 from benchmarks.prefill_rows import MlaRow, PrefillRow
-from benchmarks.timing import GRAPH_MICROSECONDS, graph_of, host_microseconds, replay_microseconds
+from benchmarks.timing import GRAPH_MICROSECONDS, graph_of, host_microseconds, interleaved, replay_microseconds
 
 RUNNER = Path(__file__).with_name("time_package.cpp")
 NOTE = (
-    "Microseconds per launch of an op alone, bf16. `eager` is the op in a CUDA graph, the median of replays before and "
-    "after the package's; `package` is an AOTInductor package in a CUDA graph of a C++ process, on the same inputs. "
-    "Launches rotate over copies of the KV cache, with one query, plan and workspace. `nodes` are those of a launch in "
-    "a CUDA graph. `host` times are of calls that only enqueue work."
+    "Microseconds per launch of an op alone, bf16. `eager` is the op in a CUDA graph; `package` is an AOTInductor "
+    "package in a CUDA graph of a C++ process, on the same inputs. The two processes replay in turn, in random order; "
+    "medians. Launches rotate over copies of the KV cache, with one query, plan and workspace. `nodes` are those of a "
+    "launch in a CUDA graph. `host` times are of calls that only enqueue work."
 )
 GOAL = 1.03
 """Time of a package, relative to the eager op."""
@@ -130,6 +131,39 @@ def _nodes(call: Callable[[int], object]) -> int:
     return count.value
 
 
+class Runner:
+    """The C++ process of ``time_package.cpp``, which replays its graph when it is asked to."""
+
+    def __init__(self, program: Path, package: Path, inputs: Path, launches: int) -> None:
+        self.words = [str(program), str(package), str(inputs), str(launches)]
+        self.process = subprocess.Popen(self.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def replay_microseconds(self) -> float:
+        """Device time of one replay."""
+        requests, results = self.process.stdin, self.process.stdout
+        assert requests is not None
+        assert results is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no result either
+            print(file=requests, flush=True)
+        return float(results.readline() or self._failed())
+
+    def end(self) -> tuple[int, float]:
+        """The nodes of a launch, and the least host time of a call in microseconds."""
+        nodes, host = (self.process.communicate()[0] or self._failed()).split()
+        return int(nodes), float(host)
+
+    def _failed(self) -> str:
+        words = " ".join(self.words)
+        raise RuntimeError(f"{words} ended with status {self.process.wait()} before it printed a result")
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
 def _measure(name: str, p: Problem, runner: Path, package: Path, packaging: float) -> report.Row:
     model, inputs = Attend(p), package.with_name("inputs.pt")
 
@@ -141,25 +175,19 @@ def _measure(name: str, p: Problem, runner: Path, package: Path, packaging: floa
     launches = copies * max(1, round(GRAPH_MICROSECONDS / estimate / copies))
     torch.save(p.on_host(), inputs)
     graph = graph_of(call, copies, launches)
-
-    def replays() -> list[float]:
-        return [replay_microseconds(graph) / launches for _ in range(ROUNDS + 1)][1:]
-
-    before = replays()
-    words = [str(runner), str(package), str(inputs), str(launches), str(ROUNDS)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    eager = statistics.median([*before, *replays()])
-    packaged, nodes, host = done.stdout.split()
+    with Runner(runner, package, inputs, launches) as packaged:
+        replays = {"eager": lambda: replay_microseconds(graph), "package": packaged.replay_microseconds}
+        times = {key: statistics.median(of) / launches for key, of in interleaved(replays, ROUNDS).items()}
+        nodes, host = packaged.end()
     row = {
         "row": name,
-        "eager": eager,
-        "package": float(packaged),
-        "of eager": float(packaged) / eager,
+        **times,
+        "of eager": times["package"] / times["eager"],
         "goal": GOAL,
         "eager nodes": _nodes(call),
-        "package nodes": int(nodes),
+        "package nodes": nodes,
         "eager host": host_microseconds({"eager": lambda: call(0)})["eager"].least,
-        "package host": float(host),
+        "package host": host,
         "packaging, s": packaging,
         "size, KiB": package.stat().st_size >> 10,
     }

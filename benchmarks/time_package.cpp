@@ -1,8 +1,8 @@
-// Times an AOTInductor package in a process without Python: time_package MODEL.pt2 INPUTS.pt LAUNCHES ROUNDS
+// Times an AOTInductor package in a process without Python: time_package MODEL.pt2 INPUTS.pt LAUNCHES
 // INPUTS.pt is a list of tensors, and a list of copies of the inputs, over which the launches rotate: each a list of
-// positions among the tensors. What copies have in common is on the GPU once, as it is in the eager process. Prints the
-// median device time of a launch in a CUDA graph in microseconds, the nodes of a launch, and the least host
-// time of a call in microseconds.
+// positions among the tensors. What copies have in common is on the GPU once, as it is in the eager process. For each
+// line of its input, replays a CUDA graph of that number of launches and prints the device time in microseconds. At the
+// end of the input prints the nodes of a launch and the least host time of a call in microseconds.
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -16,6 +16,7 @@
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <string>
 #include <vector>
 
 using at::Tensor;
@@ -57,7 +58,7 @@ static size_t count_nodes(Package& package, const std::vector<Tensors>& copies) 
 }
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc != 4) return 2;
   const c10::InferenceMode inference;
   std::ifstream file(argv[2], std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
@@ -69,27 +70,22 @@ int main(int argc, char** argv) {
     copies.emplace_back();
     for (const c10::IValue& position : copy.toListRef()) copies.back().push_back(tensors.at(position.toInt()));
   }
-  const int launches = std::atoi(argv[3]), rounds = std::atoi(argv[4]);
+  const int launches = std::atoi(argv[3]);
 
   Package package(argv[1], "model", /*run_single_threaded=*/true);
   at::cuda::CUDAGraph graph;
   capture(graph, package, copies, launches);
-  std::vector<double> times;
-  for (int round = 0; round <= rounds; ++round) {
-    const double time = replay_microseconds(graph) / launches;
-    if (round) times.push_back(time);
-  }
-  std::sort(times.begin(), times.end());
+  for (std::string line; std::getline(std::cin, line);) std::cout << replay_microseconds(graph) << std::endl;
 
+  constexpr int rounds = 15, calls = 100;
   double host = 1e9;
   for (int round = 0; round < rounds; ++round) {
-    constexpr int calls = 100;
     c10::cuda::device_synchronize();
     const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < calls; ++i) package.run(copies[0]);
     const std::chrono::duration<double, std::micro> elapsed = std::chrono::steady_clock::now() - begin;
     host = std::min(host, elapsed.count() / calls);
   }
-  std::cout << times[times.size() / 2] << ' ' << count_nodes(package, copies) << ' ' << host << '\n';
+  std::cout << count_nodes(package, copies) << ' ' << host << std::endl;
   return 0;
 }

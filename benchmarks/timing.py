@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,21 +50,27 @@ def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def device_rounds(calls: dict[str, Call], copies: int, expected: float, rounds: int = 9) -> dict[str, list[float]]:
-    """Microseconds of one launch of each call, in each round. ``expected`` ones size the graphs.
-
-    A round replays the graphs in a random order: the clock of a GPU at its power limit depends on what ran before.
-    """
+    """Microseconds of one launch of each call, in each round. ``expected`` ones size the graphs."""
     launches = copies * max(1, round(GRAPH_MICROSECONDS / expected / copies))
     graphs = {name: graph_of(call, copies, launches) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    order, generator = list(graphs), random.Random(0)
+    replays = {name: functools.partial(replay_microseconds, graph) for name, graph in graphs.items()}
+    return {name: [time / launches for time in times] for name, times in interleaved(replays, rounds).items()}
+
+
+def interleaved(measurements: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The results of each measurement in each round, after a round that does not count.
+
+    Within a round the order is random: the clock of a GPU at its power limit depends on what ran before.
+    """
+    results: dict[str, list[float]] = {name: [] for name in measurements}
+    order, generator = list(measurements), random.Random(0)
     for round_ in range(rounds + 1):
         generator.shuffle(order)
         for name in order:
-            elapsed = replay_microseconds(graphs[name]) / launches
+            result = measurements[name]()
             if round_:
-                times[name].append(elapsed)
-    return times
+                results[name].append(result)
+    return results
 
 
 def device_microseconds(calls: dict[str, Call], copies: int, expected: float, rounds: int = 9) -> dict[str, float]:

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,45 @@ def test_copies_for_packages_share_what_eager_launches_share() -> None:
     shared = [i == j for i, j in zip(*places, strict=True)]
     assert shared == [True, False, False] + [True] * (len(plan) + 1)  # all but the caches
     assert len(tensors) == len(shared) + 2
+
+
+def _executable(path: Path, source: str) -> Path:
+    path.write_text(f"#!{sys.executable}\n{source}")
+    path.chmod(0o700)
+    return path
+
+
+def test_a_package_replays_on_request(tmp_path: Path) -> None:
+    program = _executable(
+        tmp_path / "runner",
+        "import sys\n"
+        "for i, _ in enumerate(sys.stdin):\n    print(float(sys.argv[3]) + i, flush=True)\n"
+        "print(2, 9.5, flush=True)",
+    )
+    with packages.Runner(program, tmp_path / "a.pt2", tmp_path / "inputs.pt", 10) as runner:
+        assert [runner.replay_microseconds() for _ in range(3)] == [10, 11, 12]
+        assert runner.end() == (2, 9.5)
+
+
+@pytest.mark.parametrize("source", ["raise SystemExit(3)", "input()\nraise SystemExit(3)"])
+def test_a_package_that_fails_is_no_result(tmp_path: Path, source: str) -> None:
+    program = _executable(tmp_path / "runner", source)
+    with packages.Runner(program, tmp_path / "a.pt2", tmp_path / "inputs.pt", 10) as runner:
+        with pytest.raises(RuntimeError, match="ended with status 3 before it printed a result"):
+            runner.replay_microseconds()
+        with pytest.raises(RuntimeError, match="ended with status 3 before it printed a result"):
+            runner.end()
+
+
+def test_measurements_are_interleaved_in_random_order() -> None:
+    ran: list[str] = []
+    measurements = {name: lambda name=name: float(ran.append(name) or len(ran)) for name in "abc"}
+    results = timing.interleaved(measurements, rounds=20)
+    rounds = [ran[i : i + 3] for i in range(0, len(ran), 3)]
+    assert all(sorted(names) == list("abc") for names in rounds)
+    assert len({tuple(names) for names in rounds}) > 3
+    assert {name: len(times) for name, times in results.items()} == dict.fromkeys("abc", 20)  # one more round ran
+    assert min(time for times in results.values() for time in times) == 4
 
 
 def _peer(call: Callable[[Any], Any]) -> comparison.Prepare:
