@@ -64,7 +64,8 @@ CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 
 CUDA_PAGE = 8
-"""Tokens that a page of the CUDA decode and prefill kernels is a multiple of: those of a swizzled group of rows."""
+"""Tokens that pages are a multiple of where TMA loads them for the CUDA decode and prefill kernels: those of a swizzled
+group of rows."""
 
 CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
@@ -111,7 +112,7 @@ UNMAPPABLE = "keys and values have no elements, several at one address, or strid
 UNJOINABLE = "keys and values have too many elements for pages and heads in one coordinate of a tensor map"
 
 CUDA_MLA_PAGE = 64
-"""Tokens that a page is a multiple of: those of a KV tile."""
+"""Tokens that a page is a multiple of where TMA loads it for CUDA MLA: those of a KV tile."""
 
 CUDA_MLA_SWAPPED_ROWS = 16
 """Packed rows of a query tile, up to which MLA swaps its operands."""
@@ -121,6 +122,9 @@ CUDA_MLA_KERNELS = (
     *(("mla", 64, 1), ("mla", 64, 2), ("mla", 128, 1)),
 )
 """CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one."""
+
+CUDA_MLA_KERNELS_BY_TOKENS = (("mla_swap_ab", CUDA_MLA_SWAPPED_ROWS, 1), ("mla", 64, 1))
+"""Those that also copy KV tiles token by token, by cp.async, from pages of any size: without clusters."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
@@ -218,24 +222,37 @@ def triton(p: Problem) -> list[str]:
     )
 
 
+def by_tokens_only_on_request(p: Problem) -> str:
+    """Why ``auto`` leaves prefill and MLA over such pages to the general kernel; empty if it does not.
+
+    The kernels that copy KV tiles token by token have not been measured beside it.
+    """
+    by_tokens = mla_by_tokens(p.page_size) if p.op == "batch_mla" else _kv_loads(p) == "tokens"
+    if not by_tokens or _machine_of_hopper(p):
+        return ""
+    return f"it takes pages of {p.page_size} tokens if asked for by name"
+
+
+def mla_by_tokens(page_size: int) -> bool:
+    """Whether CUDA MLA copies KV tiles token by token: a page is not whole tiles, as TMA loads them."""
+    return page_size % CUDA_MLA_PAGE != 0
+
+
 def cuda_mla(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache, which is converted to it."""
-    fp8 = p.kv_dtype in FP8
+    fp8, by_tokens = p.kv_dtype in FP8, mla_by_tokens(p.page_size)
+    kernels = CUDA_MLA_KERNELS_BY_TOKENS if by_tokens else CUDA_MLA_KERNELS
     return _cuda(
         p,
         "mla",
-        [(*units, p.dtype, fp8) for units in CUDA_MLA_KERNELS],
+        [(*units, p.dtype, fp8, by_tokens) for units in kernels],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             _is_16_bit(p),
             (fp8 or p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
             (p.layout.aligned, "rows are not aligned to 16 bytes"),
-            (p.layout.mappable, UNMAPPABLE),
+            (p.layout.mappable or by_tokens, UNMAPPABLE),
             ((p.head_dim_qk, p.head_dim_vo) == MLA_HEAD_DIMS, "the head is not {} + {} wide".format(*MLA_DIMS)),
-            (
-                p.page_size % CUDA_MLA_PAGE == 0,
-                f"pages of {p.page_size} tokens are not whole KV tiles of {CUDA_MLA_PAGE}",
-            ),
             *_options(p, CUDA_MLA_OPTIONS | ({"kv_scale"} if fp8 else set())),
         ],
     )
@@ -335,7 +352,7 @@ def _cuda_prefill(
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
     sizes = (False, True) if dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and not fp8 else (False,)
-    keys = [(*dims, p.op in CUDA_PAGED_PREFILLS, p.dtype, fp8, large_batch) for large_batch in sizes]
+    keys = [(*dims, _kv_loads(p), p.dtype, fp8, large_batch) for large_batch in sizes]
     return _cuda(
         p,
         "prefill",
@@ -343,10 +360,6 @@ def _cuda_prefill(
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (dims in head_dims, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
-            (
-                p.page_size % CUDA_PAGE == 0,
-                f"pages of {p.page_size} tokens are not multiples of {CUDA_PAGE}",
-            ),
             (
                 p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
                 f"it needs at most {CUDA_PREFILL_GROUP} query heads per KV head",
@@ -362,8 +375,22 @@ def _is_16_bit(p: Problem) -> tuple[bool, str]:
     return p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"
 
 
+def kv_loads(paged: bool, page_size: int) -> str:
+    """How CUDA prefill loads keys and values: ``ragged`` or in ``pages``, by TMA, or by ``tokens``, by cp.async.
+
+    The latter takes pages of any size.
+    """
+    return "ragged" if not paged else "tokens" if page_size % CUDA_PAGE else "pages"
+
+
+def _kv_loads(p: Problem) -> str:
+    return kv_loads(p.op in CUDA_PAGED_PREFILLS, p.page_size)
+
+
 def _has_prefill_maps(p: Problem) -> list[tuple[bool, str]]:
     """The checks of keys and values that CUDA prefill reads through tensor maps."""
+    if _kv_loads(p) == "tokens":
+        return []
     return [
         (p.layout.mappable, UNMAPPABLE),
         (p.layout.joinable or p.op not in CUDA_PAGED_PREFILLS, UNJOINABLE),

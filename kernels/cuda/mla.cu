@@ -2,15 +2,16 @@
 // each CTA.
 //
 // Compiled for CLUSTER (CTAs with the same KV tiles: 1 or 2), SPLITS (CTAs with the same packed rows: 1, or 2 where
-// CLUSTER is 1), DTYPE (1 float16, 2 bfloat16) and KV_FP8 (1 if the cache is FP8, which is converted to that type).
+// CLUSTER is 1), DTYPE (1 float16, 2 bfloat16), KV_FP8 (1 if the cache is FP8, which is converted to that type) and
+// KV_CP_ASYNC (1 if KV tiles are copied token by token, from pages of any size; CLUSTER is then 1).
 // Head count, strides, page size, the causal bound and the type of the output are parameters.
 //
 // There is one KV head. The key of a token is 512 latent and 64 rotary columns, and its value is the latent: a KV tile
-// of 64 tokens is loaded once and read twice. It lies in one page. Packed row p of a work item is query row p / heads
-// of the item and head p % heads. A unit is a block of 64 * CLUSTER packed rows of one work item. A cluster has it.
-// With CLUSTER 2, each of its CTAs has 64 of the packed rows, loads a part of every KV tile and multicasts it to both,
-// so that a tile is read from L2 once. With SPLITS 2, its CTAs have the same packed rows and each half of the KV tiles,
-// and merge their results (`mla_merge.cuh`).
+// of 64 tokens is loaded once and read twice. For TMA it lies in one page. Packed row p of a work item is query row p /
+// heads of the item and head p % heads. A unit is a block of 64 * CLUSTER packed rows of one work item. A cluster has
+// it. With CLUSTER 2, each of its CTAs has 64 of the packed rows, loads a part of every KV tile and multicasts it to
+// both, so that a tile is read from L2 once. With SPLITS 2, its CTAs have the same packed rows and each half of the KV
+// tiles, and merge their results (`mla_merge.cuh`).
 //
 // Both consumers of a CTA have its 64 packed rows. Each computes the logits of every second KV tile, its own, and
 // multiplies the probabilities of all tiles with its half of the value columns: the accumulator [64, 512] does not fit
@@ -19,7 +20,8 @@
 // Roles
 // -----
 // warp 0            producer KV: KV tiles, by TMA into two stages
-// warp 1            initialises barriers
+// warp 1            initialises barriers. With KV_CP_ASYNC it is a producer KV too: each copies half of the latent
+//                   columns
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 64 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
 // warpgroup 1       with KV_FP8 the converters: FP8 tiles become 16-bit ones
@@ -47,6 +49,9 @@
 //                         With KV_FP8, in place of steps 3 and 4: wait for empty[own]; load the quarters, this CTA's
 //                         half of them, into V[own] of these CTAs, and when empty[peer] is complete, the rotary
 //                         columns; they complete their fp8_full
+//         [producers KV]  with KV_CP_ASYNC, in place of these loads: each copies two quarters of every token, zeros
+//                         from the end on; the one whose half is released last, or with KV_FP8 the second one, also the
+//                         rotary columns; wait for the copies; proxy fence; arrive on full, or fp8_full
 //         [converters]    wait for empty[peer]; quarter by quarter, those of V[peer] first: wait for fp8_full; convert
 //                         the tokens of this warp, in the stage; arrive on full
 //     5.  [consumer own]  quarter by quarter: wait for full; issue S_j = Q K_j^T
@@ -82,6 +87,9 @@
 #include "mla_consumer.cuh"
 #include "mla_producer.cuh"
 #include "mla_shared.cuh"
+#if KV_CP_ASYNC
+#include "mla_token_producer.cuh"
+#endif
 
 namespace attn_ops {
 
@@ -92,23 +100,28 @@ namespace attn_ops {
 //     these 1 / SPLITS of the columns, and the LSE if it has the first.
 // Loop invariant of a consumer, at the top for own tile j: O, row_max and row_sum include the tiles up to j-2, own ones
 //     alone in row_sum, relative to row_max; the stage of tile j-1 holds its P or will.
-// Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes
-//     that CLUSTER CTAs load, or an arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and
-//     the bytes that CLUSTER CTAs load, or one after the last tile. empty, one for each stage and half: an arrival of
-//     each warp of that half's consumer in each CTA. p_stored, one for each consumer: an arrival of each of its warps.
-//     q_full: an arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer
-//     warp. merge_full, one for each consumer warp, with a phase for each unit of which it has rows: an arrival of the
-//     warp, and the bytes from its partner. merge_ready, the same: an arrival of the partner. Named barriers: the
-//     threads of a consumer, when all have their logits; all consumer threads, when both have stored row_sum, and with
-//     that have read the query. A cluster barrier at the start.
+// Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes that
+//     CLUSTER CTAs load by TMA, or an arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and
+//     these bytes, or one after the last tile. empty, one for each stage and half: an arrival of each warp of that
+//     half's consumer in each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival
+//     and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full,
+//     one for each consumer warp, with a phase for each unit of which it has rows: an arrival of the warp, and the
+//     bytes from its partner. merge_ready, the same: an arrival of the partner. Named barriers: the threads of a
+//     consumer, when all have their logits; all consumer threads, when both have stored row_sum, and with that have
+//     read the query. A cluster barrier at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
     const char* q_nope,                            // [rows, heads, 512]
     const char* q_pe,                              // [rows, heads, 64]
     const __grid_constant__ TensorMap q_nope_map,  // [8, rows, heads, 64]
     const __grid_constant__ TensorMap q_pe_map,    // [1, rows, heads, 64]
+#if KV_CP_ASYNC
+    const char* ckv,                               // [num_pages, page_size, 512], of any strides
+    const char* kpe,                               // [num_pages, page_size, 64]
+#else
     const __grid_constant__ TensorMap ckv,         // [num_pages, page_size, 512]
     const __grid_constant__ TensorMap kpe,         // [num_pages, page_size, 64]
+#endif
     void* out,                                     // [rows, heads, 512]
     float* lse,                                    // [rows, heads] or null
     float* partial,                                // `Partial` of [slots, tile_rows, heads]
@@ -120,7 +133,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
     int64 stride_q_row, int64 stride_q_head, int64 stride_qb_row, int64 stride_qb_head,  // elements
     int boxed,                                     // whether a box of the queries' maps is 64 packed rows
     int heads,
-    int page_size,                                 // a multiple of kTile
+#if KV_CP_ASYNC
+    int64 stride_ckv_page, int64 stride_ckv_token, int64 stride_kpe_page, int64 stride_kpe_token,  // elements
+#endif
+    int page_size,                                 // with TMA a multiple of kTile
     int tile_rows,                                 // query rows of a work item
     int num_items,
     int num_units,                                 // blocks of all items
@@ -147,8 +163,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 32) {
-    if (rows > 0 && num_pages > 0)  // the maps of no elements are zeros
-      prefetch_map(&ckv), prefetch_map(&kpe), prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
+    if (rows > 0 && num_pages > 0) {  // the maps of no elements are zeros
+#if !KV_CP_ASYNC
+      prefetch_map(&ckv), prefetch_map(&kpe);
+#endif
+      prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
+    }
     for (auto& stage : shared.full)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : 1);
 #if KV_FP8
@@ -173,8 +193,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
         .latent_row = stride_q_row, .latent_head = stride_q_head, .rotary_row = stride_qb_row,
         .rotary_head = stride_qb_head, .boxed = boxed != 0,
     };
+#if KV_CP_ASYNC
+    if (warp < 2)
+      produce_tokens<true>(p, {ckv, kCacheBytes * stride_ckv_page, kCacheBytes * stride_ckv_token},
+                           {kpe, kCacheBytes * stride_kpe_page, kCacheBytes * stride_kpe_token}, warp, shared);
+#else
     if (warp == 0)
       produce<CLUSTER, true>(p, {.latent = &ckv, .rotary = &kpe}, shared, part);
+#endif
     else if (warp >= 2)
       produce_queries<kPackedRows>(p, queries, shared, part * kPackedRows);
     else

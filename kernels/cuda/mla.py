@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,13 @@ from torch import Tensor
 
 from attn_ops.gpu import num_sms
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, softmax_scale
-from attn_ops.ops.unsupported import CUDA_MLA_KERNELS, CUDA_MLA_PAGE, CUDA_MLA_SWAPPED_ROWS
+from attn_ops.ops.unsupported import (
+    CUDA_MLA_KERNELS,
+    CUDA_MLA_KERNELS_BY_TOKENS,
+    CUDA_MLA_PAGE,
+    CUDA_MLA_SWAPPED_ROWS,
+    mla_by_tokens,
+)
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, max_work_items, num_partials
 
@@ -24,7 +31,7 @@ LATENT, ROTARY = MLA_DIMS
 """Columns of the two parts of a key."""
 
 TILE = CUDA_MLA_PAGE
-"""Tokens of a KV tile. Page sizes are multiples of it."""
+"""Tokens of a KV tile. TMA loads it from pages of a multiple of it, cp.async from others."""
 
 CONVERTER_WARPS = 4
 """That convert the tokens of an FP8 tile."""
@@ -36,30 +43,37 @@ SWAPPED_PACKED_ROWS = CUDA_MLA_SWAPPED_ROWS
 """Query tiles of at most so many packed rows run on ``mla_swap_ab.cu``, whose units have as many. 0 for none."""
 
 
-def _kernel(name: str, **of_fp8: str) -> Kernel:
-    """The kernel with the parameters ``of_fp8`` of an FP8 cache."""
+CACHE_STRIDES = ("stride_ckv_page", "stride_ckv_token", "stride_kpe_page", "stride_kpe_token")
+"""Parameters of caches that are copied by tokens, in elements."""
+
+
+def _kernel(name: str, fp8: bool, by_tokens: bool) -> Kernel:
+    """The kernel for an FP8 cache, or one that is copied by tokens."""
     parameters = {
         **dict.fromkeys(("q_nope", "q_pe"), "pointer"),
-        **dict.fromkeys(("q_nope_map", "q_pe_map", "ckv", "kpe"), "map"),
+        **dict.fromkeys(("q_nope_map", "q_pe_map"), "map"),
+        **dict.fromkeys(("ckv", "kpe"), "pointer" if by_tokens else "map"),
         **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work"), "pointer"),
         "scale": "fp32",
         **dict.fromkeys(("rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head", "stride_qb_row", "stride_qb_head"), "i64"),
-        **dict.fromkeys(("boxed", "heads", "page_size", "tile_rows", "num_items", "num_units"), "i32"),
-        **dict.fromkeys(("causal", "early"), "i32"),
-        **of_fp8,
+        **dict.fromkeys(("boxed", "heads"), "i32"),
+        **(dict.fromkeys(CACHE_STRIDES, "i64") if by_tokens else {}),
+        **dict.fromkeys(("page_size", "tile_rows", "num_items", "num_units", "causal", "early"), "i32"),
+        **({"kv_type": "i32", "kv_scale": "pointer"} if fp8 else {}),
         "out_type": "i32",
     }
-    writes, aligned = ("out", "lse", "partial"), ("q_nope", "q_pe", "out")
+    caches = ("ckv", "kpe") if by_tokens else ()
+    writes, aligned = ("out", "lse", "partial"), ("q_nope", "q_pe", *caches, "out")
     return Kernel(f"{name}.cu", name, parameters, writes=writes, aligned=aligned)
 
 
 KERNELS = {
-    (name, fp8): _kernel(name, **({"kv_type": "i32", "kv_scale": "pointer"} if fp8 else {}))
+    (name, *cache): _kernel(name, *cache)
     for name in ("mla", "mla_swap_ab")
-    for fp8 in (False, True)
+    for cache in itertools.product((False, True), repeat=2)
 }
-"""By name, and whether the cache is FP8."""
+"""By name, whether the cache is FP8, and whether it is copied by tokens."""
 
 _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 
@@ -74,15 +88,16 @@ def swapped_shared_bytes(splits: int) -> int:
     return 2 * _TILE_BYTES + rows + 512
 
 
-def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: bool) -> Specialization:
-    macros = {"SPLITS": splits, "DTYPE": dtype} | ({"KV_FP8": 1} if fp8 else {})
+def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: bool, by_tokens: bool) -> Specialization:
+    macros = {"SPLITS": splits, "DTYPE": dtype}
+    macros |= ({"KV_FP8": 1} if fp8 else {}) | ({"KV_CP_ASYNC": 1} if by_tokens else {})
     if kernel == "mla":
         cluster, warpgroups, shared_bytes = unit_rows // PACKED_ROWS, 3, SHARED_BYTES
         macros["CLUSTER"] = cluster
     else:
         cluster, warpgroups, shared_bytes = 1, 2, swapped_shared_bytes(splits)
     return Specialization(
-        KERNELS[kernel, fp8],
+        KERNELS[kernel, fp8, by_tokens],
         macros,
         threads=128 * (warpgroups + fp8),
         shared_bytes=shared_bytes,
@@ -91,12 +106,13 @@ def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: b
 
 
 SPECIALIZATIONS = {
-    (*one, dtype, fp8): _specialization(*one, number, fp8)
-    for fp8 in (False, True)
-    for one in CUDA_MLA_KERNELS
+    (*one, dtype, *cache): _specialization(*one, number, *cache)
+    for cache in itertools.product((False, True), repeat=2)
+    for one in (CUDA_MLA_KERNELS_BY_TOKENS if cache[1] else CUDA_MLA_KERNELS)
     for dtype, number in DTYPES.items()
 }
-"""By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, dtype, and whether the cache is FP8."""
+"""By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, dtype, whether the cache is FP8, and
+whether it is copied by tokens."""
 
 
 class Units(NamedTuple):
@@ -112,11 +128,11 @@ class Units(NamedTuple):
         return PACKED_ROWS if self.kernel == "mla" else self.rows
 
 
-def units_of(packed_rows: int) -> Units:
+def units_of(packed_rows: int, by_tokens: bool = False) -> Units:
     """Of a work item: one unit of few packed rows, or blocks of as many as a cluster has."""
     if packed_rows <= SWAPPED_PACKED_ROWS:
         return Units("mla_swap_ab", SWAPPED_PACKED_ROWS, 1)
-    unit_rows = mla_cluster(packed_rows) * PACKED_ROWS
+    unit_rows = PACKED_ROWS if by_tokens else mla_cluster(packed_rows) * PACKED_ROWS
     return Units("mla", unit_rows, -(-packed_rows // unit_rows))
 
 
@@ -143,6 +159,14 @@ def cache_map(cache: Tensor, itemsize: int = 2) -> TensorMap:
     return TensorMap(cache, tuple(cache.shape), tuple(cache.stride()), (1, tokens, columns), columns * itemsize)
 
 
+def cache_arguments(ckv: Tensor, kpe: Tensor, by_tokens: bool) -> dict[str, Any]:
+    """The arguments of the cache, in tensor maps or copied by tokens."""
+    if not by_tokens:
+        return {"ckv": cache_map(ckv, ckv.itemsize), "kpe": cache_map(kpe, kpe.itemsize)}
+    strides = (*ckv.stride()[:2], *kpe.stride()[:2])
+    return {"ckv": ckv, "kpe": kpe, **dict(zip(CACHE_STRIDES, strides, strict=True))}
+
+
 def batch_mla(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -157,11 +181,11 @@ def batch_mla(
     o, p = AttentionOptions(**options), PrefillPlan(*plan)
     out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
     problem, rows, heads = PlanProblem.of(p.problem), q_nope.shape[0], int(q_nope.shape[1])
-    units = units_of(problem.tile_rows * heads)
+    by_tokens = mla_by_tokens(problem.page_size)
+    units = units_of(problem.tile_rows * heads, by_tokens)
     sms, fp8 = num_sms(q_nope.device), ckv_cache.dtype in FP8
-    key = units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype, fp8
+    key = units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype, fp8, by_tokens
     specialization = SPECIALIZATIONS[key]
-    of_fp8 = {"kv_type": FP8_TYPES[ckv_cache.dtype], "kv_scale": o.kv_scale} if fp8 else {}
     cluster = specialization.cluster[0]
     num_items = max_work_items(p, rows)
     num_units = num_items * units.blocks
@@ -174,8 +198,7 @@ def batch_mla(
         q_pe=q_pe,
         q_nope_map=q_nope_map,
         q_pe_map=q_pe_map,
-        ckv=cache_map(ckv_cache, ckv_cache.itemsize),
-        kpe=cache_map(kpe_cache, kpe_cache.itemsize),
+        **cache_arguments(ckv_cache, kpe_cache, by_tokens),
         out=out,
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
@@ -195,7 +218,7 @@ def batch_mla(
         num_units=num_units,
         causal=o.causal,
         early=bool(p.kv_len.shape[0] <= MAX_PUBLISHED_REQUESTS),
-        **of_fp8,
+        **({"kv_type": FP8_TYPES[ckv_cache.dtype], "kv_scale": o.kv_scale} if fp8 else {}),
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )
     if num_partials(p):

@@ -4,6 +4,9 @@
 #ifndef KV_FP8
 #define KV_FP8 0
 #endif
+#ifndef KV_CP_ASYNC
+#define KV_CP_ASYNC 0
+#endif
 
 #include "clocks.cuh"
 #include "cluster.cuh"
@@ -13,6 +16,7 @@
 namespace attn_ops {
 namespace {
 
+static_assert(!KV_CP_ASYNC || CLUSTER == 1);
 constexpr int kLatent = 512;                // columns of a value, and of the first part of a key
 constexpr int kTile = 64;                   // tokens of a KV tile
 constexpr int kRowBytes = 128;              // of 64 columns in shared memory
@@ -21,6 +25,7 @@ constexpr int kBlockBytes = 64 * kRowBytes; // a block of a KV tile: 64 tokens o
 constexpr int kBlocks = 9;                  // of a query or key: 8 of the latent columns, then the rotary ones
 constexpr int kRotary = kBlocks - 1;        // the block of the rotary columns
 constexpr int kTileBytes = kBlocks * kBlockBytes;
+constexpr int kCacheBytes = KV_FP8 ? 1 : 2;  // of an element of the cache
 constexpr int kQuarters = 4;  // of the latent columns, two blocks each
 
 // The half of the latent columns whose quarters a consumer takes first. A stage is released half by half, half 0 first,

@@ -1,8 +1,9 @@
 // Multi-head latent attention on Hopper for few packed rows: with swapped operands, persistent and warp-specialised,
 // one producer and one consumer warpgroup in each CTA.
 //
-// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2), DTYPE (1 float16, 2 bfloat16), and KV_FP8 (1 if the
-// cache is FP8, which is converted to that type). The other sizes are parameters, as of `mla.cu`.
+// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2), DTYPE (1 float16, 2 bfloat16), KV_FP8 (1 if the cache
+// is FP8, which is converted to that type) and KV_CP_ASYNC (1 if KV tiles are copied token by token, from pages of any
+// size). The other sizes are parameters, as of `mla.cu`.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and
 // its N is packed rows. So 16 packed rows take a quarter of the products that 64 take, and one warpgroup holds all 512
@@ -10,12 +11,13 @@
 //
 // Packed row p of a work item is query row p / heads of the item and head p % heads. A unit is 16 packed rows of
 // one work item. With SPLITS 2, each CTA of a cluster has half of its KV tiles, and they merge their results
-// (`mla_merge.cuh`). KV tiles are as in `mla.cu`: 64 tokens of 512 latent and 64 rotary columns, in one page.
+// (`mla_merge.cuh`). KV tiles are as in `mla.cu`: 64 tokens of 512 latent and 64 rotary columns.
 //
 // Roles
 // -----
 // warp 0            producer KV: KV tiles, by TMA into two stages
-// warp 1            initialises barriers
+// warp 1            initialises barriers. With KV_CP_ASYNC it is a producer KV too: each copies half of the latent
+//                   columns
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 16 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
 // warpgroup 1       with KV_FP8 the converters: FP8 tiles become 16-bit ones
@@ -29,8 +31,8 @@
 // of the latent columns, and an empty barrier for each half. Below, O^T is the accumulator [512, 16].
 //
 // prologue
-//     0.  [all]           warp 1 initialises barriers; all meet; producers read their first unit, if the plan is early;
-//                         griddepcontrol.wait
+//     0.  [all]           warp 1 initialises barriers; arrive on the cluster barrier; producers read their first unit,
+//                         if the plan is early; wait for the cluster barrier; griddepcontrol.wait
 // for each unit n
 //     1.  [producer Q]    wait for q_empty; write the unit and load its queries; they complete q_full
 //     2.  [consumer]      wait for q_full
@@ -38,7 +40,10 @@
 //     3.  [producer KV]   half by half: wait for empty; load its two quarters; they complete their full. The rotary
 //                         columns count for the last quarter.
 //                         With KV_FP8, wait for empty of the lower half; load the quarters into it, and when the upper
-//                         half is empty, the rotary columns; they complete their fp8_full
+//                         half is empty, the rotary columns; they complete their fp8_full.
+//                         With KV_CP_ASYNC each producer KV copies its two quarters of every token, zeros from the end
+//                         on, the second one also the rotary columns; waits for the copies; proxy fence; arrives on
+//                         full, or fp8_full
 //         [converters]    wait for empty of the upper half; quarter by quarter, the upper ones first: wait for
 //                         fp8_full; convert the tokens of this warp, in the stage; arrive on full
 //     4.  [consumer]      quarter by quarter: wait for full; issue S^T = K_j Q^T
@@ -61,6 +66,9 @@
 #define CLUSTER 1  // CTAs with the same KV tiles
 
 #include "mla_producer.cuh"
+#if KV_CP_ASYNC
+#include "mla_token_producer.cuh"
+#endif
 #include "mla_swap_ab_consumer.cuh"
 #include "mla_swap_ab_shared.cuh"
 
@@ -86,8 +94,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     const char* q_pe,                              // [rows, heads, 64]
     const __grid_constant__ TensorMap q_nope_map,  // [8, rows, heads, 64]
     const __grid_constant__ TensorMap q_pe_map,    // [1, rows, heads, 64]
+#if KV_CP_ASYNC
+    const char* ckv,                               // [num_pages, page_size, 512], of any strides
+    const char* kpe,                               // [num_pages, page_size, 64]
+#else
     const __grid_constant__ TensorMap ckv,         // [num_pages, page_size, 512]
     const __grid_constant__ TensorMap kpe,         // [num_pages, page_size, 64]
+#endif
     void* out,                                     // [rows, heads, 512]
     float* lse,                                    // [rows, heads] or null
     float* partial,                                // [slots, tile_rows, heads, 512], then the LSE without 512
@@ -99,7 +112,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     int64 stride_q_row, int64 stride_q_head, int64 stride_qb_row, int64 stride_qb_head,  // elements
     int boxed,                                     // whether a box of the queries' maps is 16 packed rows
     int heads,
-    int page_size,                                 // a multiple of kTile
+#if KV_CP_ASYNC
+    int64 stride_ckv_page, int64 stride_ckv_token, int64 stride_kpe_page, int64 stride_kpe_token,  // elements
+#endif
+    int page_size,                                 // with TMA a multiple of kTile
     int tile_rows,                                 // query rows of a work item
     int num_items,
     int num_units,                                 // blocks of all items
@@ -125,8 +141,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
   };
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 32) {
-    if (rows > 0 && num_pages > 0)  // the maps of no elements are zeros
-      prefetch_map(&ckv), prefetch_map(&kpe), prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
+    if (rows > 0 && num_pages > 0) {  // the maps of no elements are zeros
+#if !KV_CP_ASYNC
+      prefetch_map(&ckv), prefetch_map(&kpe);
+#endif
+      prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
+    }
     for (auto& stage : shared.full)
       for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : 1);
 #if KV_FP8
@@ -149,8 +169,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
         .latent_row = stride_q_row, .latent_head = stride_q_head, .rotary_row = stride_qb_row,
         .rotary_head = stride_qb_head, .boxed = boxed != 0,
     };
+#if KV_CP_ASYNC
+    if (warp < 2)
+      produce_tokens<false>(p, {ckv, kCacheBytes * stride_ckv_page, kCacheBytes * stride_ckv_token},
+                            {kpe, kCacheBytes * stride_kpe_page, kCacheBytes * stride_kpe_token}, warp, shared);
+#else
     if (warp == 0)
       produce<CLUSTER, false>(p, {.latent = &ckv, .rotary = &kpe}, shared, 0);
+#endif
     else if (warp >= 2)
       produce_queries<kPackedRows>(p, queries, shared, 0);
     else

@@ -1,7 +1,8 @@
 // Prefill on Hopper: persistent and warp-specialised, one producer and kConsumers consumer warpgroups in each CTA, and
 // with FP8 keys and values one of converters.
 //
-// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16), CONSUMERS and at most one of
+// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16), CONSUMERS, KV_CP_ASYNC (1 if paged keys
+// and values are copied token by token, from pages of any size) and at most one of
 //     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
 //     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the
 //             query"
@@ -52,6 +53,9 @@
 //                       unit_empty
 //     4.  [producer V]  the same with v. Where the KV ends, or a window begins, inside a box: wait for the loads on
 //                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
+//         [producers K and V]  with KV_CP_ASYNC, in place of steps 3 and 4: wait for empty; all lanes copy the rows of
+//                       the tile's tokens, zeros from the end on; load the page numbers of tile j+1; wait for the
+//                       copies; proxy fence; arrive on full[j]
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
@@ -102,6 +106,9 @@
 #include "prefill_consumer.cuh"
 #include "prefill_problem.cuh"
 #include "prefill_producer.cuh"
+#if KV_CP_ASYNC
+#include "prefill_token_producer.cuh"
+#endif
 #if Q_FP8
 #include "prefill_fp8_transpose.cuh"
 #elif KV_FP8
@@ -117,10 +124,10 @@ namespace attn_ops {
 // Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile, row_max and
 //     row_sum include that tile, O includes those before it and is relative to row_max (with FP8 products, to the
 //     maximum before that tile).
-// Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes of the tile; with FP8 KV
-//     an arrival of each converter. fp8_full and fp8_empty, one for each FP8 tile: as full barriers without FP8, and an
-//     arrival of each converter. k_empty and v_empty, one for each stage: an arrival of each warp that reads
-//     the tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
+// Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes that TMA loads; with FP8
+//     KV an arrival of each converter. fp8_full and fp8_empty, one for each FP8 tile: as full barriers without FP8, and
+//     an arrival of each converter. k_empty and v_empty, one for each stage: an arrival of each warp that reads the
+//     tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
 //     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an
 //     arrival of producers K and V each, and of each thread that loads queries; with FP8 products of each producer
 //     warp. staging: an arrival of producer V, and the bytes. Named barriers: one for each consumer in order, of its
@@ -131,9 +138,14 @@ namespace attn_ops {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
     const __grid_constant__ TensorMap q_map,  // [HEAD_DIM_QK / 64, rows, num_kv_heads * group, 64]
+#if KV_CP_ASYNC
+    const char* k,                            // [num_pages, page_size, num_kv_heads, HEAD_DIM_QK], of any strides
+    const char* v,                            // with HEAD_DIM_VO
+#else
     // [pages and heads, page_size / 8, HEAD_DIM_QK / 64, 8, 64]; ragged [num_kv_heads, HEAD_DIM_QK / 64, kv_rows, 64]
     const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v,      // with HEAD_DIM_VO
+#endif
     const float* sinks,                       // [num_kv_heads * group] or null
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM_VO]
     float* lse,                               // [rows, num_kv_heads * group] or null
@@ -144,13 +156,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     int* queue,                               // [kQueueSize] or null without a plan
     float scale, float cap,                   // of the logits; a cap of 0 is none
     int window_left, int window_right,        // tokens that a row sees before and after its position; kNone: all
-    int rows, int kv_rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
+#if KV_CP_ASYNC
+    int rows,
+#else
+    int rows, int kv_rows,                    // the latter of ragged KV
+#endif
+    int num_pages, int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
     int q_box_rows,                           // rows of q in a box of its map, or 0
     int num_kv_heads, int group, int page_size,
+#if KV_CP_ASYNC
+    int64 stride_k_page, int64 stride_k_token, int64 stride_k_head,  // elements
+    int64 stride_v_page, int64 stride_v_token, int64 stride_v_head,
+#else
     int box,                                  // tokens of a box of the maps of keys and values
     // What a page and a head add to the outermost index of the maps of paged KV:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
+#endif
 #if KV_FP8
     int kv_type,                              // Fp8Type
 #endif
@@ -167,6 +189,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     int out_type) {
 #endif
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+#if KV_CP_ASYNC
+  constexpr int kv_rows = 0, box = 1;
+#endif
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
@@ -210,10 +235,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head};
   if (warp < kProducerWarps) {
     decrease_registers<kProducerRegisters>();
+#if KV_CP_ASYNC
+    if (warp == 0)
+      produce_tokens<false>(p, {k, kLoadedBytes * stride_k_page, kLoadedBytes * stride_k_token},
+                            kLoadedBytes * stride_k_head, shared);
+    else if (warp == 1)
+      produce_tokens<true>(p, {v, kLoadedBytes * stride_v_page, kLoadedBytes * stride_v_token},
+                           kLoadedBytes * stride_v_head, shared);
+#else
     if (warp == 0)
       produce<false>(p, {&k, k_page_step, k_head_step}, shared);
     else if (warp == 1)
       produce<true>(p, {&v, v_page_step, v_head_step}, shared);
+#endif
     else
 #if Q_FP8
       produce_queries_and_transpose(p, queries, shared);

@@ -25,6 +25,7 @@ from attn_ops.ops.unsupported import (
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    kv_loads,
 )
 from attn_ops.plan.sizing import THREE_CONSUMERS_CTA_PACKED_ROWS, THREE_CONSUMERS_HEAD_DIM, fills_three_consumers
 from attn_ops.plan.state import PlanProblem, PrefillPlan
@@ -36,27 +37,42 @@ NO_WINDOW = 1 << 30
 """``kNone`` of the source."""
 
 
-def _kernel(**of_fp8: str) -> Kernel:
-    """The kernel with the parameters ``of_fp8`` of FP8 keys and values."""
+KV_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
+"""Parameters: what a page and a head add to the outermost index of the maps of keys and values."""
+
+KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("page", "token", "head"))
+"""Parameters of keys and values that are copied by tokens, in elements."""
+
+
+def _kernel(by_tokens: bool, **of_fp8: str) -> Kernel:
+    """The kernel of keys and values that are copied by tokens or not, with the parameters ``of_fp8`` of FP8."""
     parameters = {
         "q": "pointer",
-        **dict.fromkeys(("q_map", "k", "v"), "map"),
+        "q_map": "map",
+        **dict.fromkeys(("k", "v"), "pointer" if by_tokens else "map"),
         **dict.fromkeys(("sinks", "out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
-        **dict.fromkeys(("window_left", "window_right", "rows", "kv_rows", "num_pages"), "i32"),
-        **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
+        **dict.fromkeys(("window_left", "window_right", "rows"), "i32"),
+        **({} if by_tokens else {"kv_rows": "i32"}),
+        **dict.fromkeys(("num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size"), "i32"),
-        **dict.fromkeys(("box", "k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
+        **(dict.fromkeys(KV_STRIDES, "i64") if by_tokens else dict.fromkeys(("box", *KV_STEPS), "i32")),
         **of_fp8,
         **dict.fromkeys(("tile_rows", "unit_rows", "num_items", "out_type"), "i32"),
     }
-    return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=("q", "out"))
+    aligned = ("q", "k", "v", "out") if by_tokens else ("q", "out")
+    return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=aligned)
 
 
-KERNEL = _kernel()
-KV_FP8_KERNEL = _kernel(kv_type="i32", kv_scale="pointer")
-Q_FP8_KERNEL = _kernel(kv_scale="pointer")
+LOADS = ("ragged", "pages", "tokens")
+"""The results of :func:`~attn_ops.ops.unsupported.kv_loads`."""
+
+KERNEL, KV_FP8_KERNEL, Q_FP8_KERNEL = (
+    {loads: _kernel(by_tokens=loads == "tokens", **of_fp8) for loads in LOADS}
+    for of_fp8 in ({}, {"kv_type": "i32", "kv_scale": "pointer"}, {"kv_scale": "pointer"})
+)
+"""By the loads of keys and values."""
 
 
 class Tile(NamedTuple):
@@ -150,30 +166,32 @@ def tile_of(dims: tuple[int, int], dtype: torch.dtype, fp8: bool, packed_rows: i
 
 
 SPECIALIZATIONS = {
-    (*dims, paged, dtype, fp8, tiles is LARGE_BATCH_TILES): Specialization(
-        kernel,
+    (*dims, loads, dtype, fp8, tiles is LARGE_BATCH_TILES): Specialization(
+        kernels[loads],
         {
             "HEAD_DIM_QK": dims[0],
             "HEAD_DIM_VO": dims[1],
-            "PAGED": paged,
+            "PAGED": loads != "ragged",
             "DTYPE": DTYPES.get(dtype, 2),
             "CONSUMERS": tile.consumers,
+            **({"KV_CP_ASYNC": 1} if loads == "tokens" else {}),
             **macros,
         },
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(*dims, dtype.itemsize),
     )
-    for tiles, dtypes, fp8, kernel, macros in (
+    for tiles, dtypes, fp8, kernels, macros in (
         (TILES, tuple(DTYPES), False, KERNEL, {}),
         (LARGE_BATCH_TILES, tuple(DTYPES), False, KERNEL, {}),
         (KV_FP8_TILES, tuple(DTYPES), True, KV_FP8_KERNEL, {"KV_FP8": 1}),
         (FP8_TILES, (E4M3,), True, Q_FP8_KERNEL, {"Q_FP8": 1}),
     )
     for dims, tile in tiles.items()
-    for paged in (False, True)
+    for loads in LOADS
     for dtype in dtypes
 }
-"""By head dims, whether KV is paged, dtype of the query, whether KV is FP8, and :func:`for_large_batches`."""
+"""By head dims, :func:`~attn_ops.ops.unsupported.kv_loads`, dtype of the query, whether KV is FP8, and
+:func:`for_large_batches`."""
 
 LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
 """By dtype of the query: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
@@ -189,23 +207,19 @@ def ragged_map(
     return TensorMap(t, shape, (head, columns, token, 1), boxes, columns * t.element_size()), 0, 1
 
 
-def kv_arguments(x: Operands, paged: bool, page_size: int, tile: Tile) -> dict[str, Any]:
+def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[str, Any]:
     """The arguments of keys and values."""
+    if loads == "tokens":
+        return {"k": x.k, "v": x.v, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
+    paged = loads == "pages"
     box = box_of_pages(page_size, tile.box) if paged else tile.box
     make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
         make_map(t, strides, x.heads[1], extent, box, tile.row_bytes)
         for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
     )
-    return {
-        "k": k,
-        "v": v,
-        "box": box,
-        "k_page_step": k_page_step,
-        "k_head_step": k_head_step,
-        "v_page_step": v_page_step,
-        "v_head_step": v_head_step,
-    }
+    steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
+    return {"k": k, "v": v, "kv_rows": x.kv_rows, "box": box, **steps}
 
 
 def query_map(q: Tensor, group: int) -> tuple[TensorMap, int]:
@@ -233,10 +247,10 @@ def launch_tiles(
     group, dims = num_heads // num_kv_heads, (sum(x.dims[:2]), x.dims[2])
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
-    fp8 = x.k.dtype in FP8
+    loads, fp8 = kv_loads(paged, page_size), x.k.dtype in FP8
     packed_rows = tile_rows * group
     tile = tile_of(dims, x.q.dtype, fp8, packed_rows)
-    of_kv = kv_arguments(x, paged, page_size, tile)
+    of_kv = kv_arguments(x, loads, page_size, tile)
     if fp8:
         of_kv["kv_scale"] = o.kv_scale
         if x.q.dtype not in FP8:
@@ -245,7 +259,7 @@ def launch_tiles(
     unit_rows = tile.unit_rows(packed_rows)
     num_units = num_items * num_kv_heads * -(-packed_rows // unit_rows)
     launch(
-        SPECIALIZATIONS[(*dims, paged, x.q.dtype, fp8, for_large_batches(dims, fp8, packed_rows))],
+        SPECIALIZATIONS[(*dims, loads, x.q.dtype, fp8, for_large_batches(dims, fp8, packed_rows))],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
         q_map=q_map,
@@ -261,7 +275,6 @@ def launch_tiles(
         window_left=NO_WINDOW if o.window_left < 0 else o.window_left,
         window_right=0 if o.causal else NO_WINDOW if o.window_right < 0 else o.window_right,
         rows=x.q.shape[0],
-        kv_rows=x.kv_rows,
         num_pages=x.k.shape[0],
         stride_q_row=x.q.stride(0),
         stride_q_head=x.q.stride(1),

@@ -10,6 +10,9 @@
 #ifndef Q_FP8
 #define Q_FP8 0
 #endif
+#ifndef KV_CP_ASYNC
+#define KV_CP_ASYNC 0
+#endif
 #ifndef CONSUMERS
 #define CONSUMERS 2
 #endif
@@ -18,6 +21,7 @@ namespace attn_ops {
 namespace {
 
 constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
+static_assert(PAGED || !KV_CP_ASYNC);
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 constexpr int kConsumers = CONSUMERS;

@@ -39,6 +39,17 @@ struct LoadedTiles {
         empty(shared_address(VALUES ? shared.v_empty : shared.k_empty)) {}
 #endif
   DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
+
+#if KV_FP8
+  // There is no tile `tile`: when all before it are converted, the converters end.
+  DEVICE void end(uint32 tile, Shared& shared, int lane) const {
+    for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);
+    if (lane == 0) {
+      shared.fp8_end[VALUES] = 1;
+      arrive(full);
+    }
+  }
+#endif
 };
 
 // The boxes of a unit's paged KV, in order. Page numbers are loaded for 32 boxes at a time, one by each lane, and as
@@ -103,11 +114,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     const Unit unit = wait_for_unit(n, shared);
     if (unit.count <= 0) {
 #if KV_FP8
-      for (int i = 0; i < kFp8Stages; ++i) tiles.wait_for_empty(tile + i);
-      if (lane == 0) {
-        shared.fp8_end[VALUES] = 1;
-        arrive(tiles.full);
-      }
+      tiles.end(tile, shared, lane);
 #endif
       return;
     }

@@ -85,6 +85,21 @@ CASES = [
 ]
 
 
+BY_TOKENS = [
+    replace(case, name=f"pages of {size}, {case}", page_size=size)
+    for i, case in enumerate(c for c in CASES if "pages" not in c.name)
+    for size in ((1, 3, 16, 100)[i % 4],)
+]
+"""Page sizes that are not multiples of a KV tile."""
+
+
+@pytest.mark.parametrize("case", BY_TOKENS, ids=str)
+def test_pages_of_any_size_match_oracle(case: Mla, launches: list[Any]) -> None:
+    check(case, "cuda", "cuda")
+    assert all(dict(one.macros)["KV_CP_ASYNC"] for one in launches)
+    assert launches
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_oracle(case: Mla, launches: list[Any]) -> None:
     check(case, "cuda", "cuda")

@@ -133,6 +133,22 @@ CASES += [
     if "tile_rows" not in case.planner
 ]
 
+BY_TOKENS = [
+    replace(case, name=f"pages of {size}, {case}", page_size=size)
+    for i, case in enumerate(CASES)
+    for size in ((1, 3, 12, 100)[i % 4],)
+    if case.page_size == BASE.page_size
+]
+"""Page sizes that are not multiples of 8."""
+
+
+@pytest.mark.parametrize("case", BY_TOKENS, ids=str)
+def test_pages_of_any_size_match_oracle(case: Case, launches: list[Any]) -> None:
+    setup = Setup("prefill", case, "cuda")
+    setup.check(*setup.run("cuda"), **setup.tolerance("cuda"))
+    assert all(dict(one.macros)["KV_CP_ASYNC"] for one in launches)
+    assert launches
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_paged_matches_oracle(case: Case, launches: list[Any]) -> None:

@@ -22,11 +22,11 @@ from benchmarks import clocks
 KV_LENS, TILES = (300, 64, 129), 5 + 1 + 3
 
 KERNELS = {
-    "mla": mla.SPECIALIZATIONS["mla", 128, 1, torch.bfloat16, False],
-    "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16, False],
-    "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True],
-    "prefill": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, False, False],
-    "prefill FP8": prefill.SPECIALIZATIONS[128, 128, True, torch.bfloat16, True, False],
+    "mla": mla.SPECIALIZATIONS["mla", 128, 1, torch.bfloat16, False, False],
+    "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16, False, False],
+    "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True, False],
+    "prefill": prefill.SPECIALIZATIONS[128, 128, "pages", torch.bfloat16, False, False],
+    "prefill FP8": prefill.SPECIALIZATIONS[128, 128, "pages", torch.bfloat16, True, False],
 }
 
 

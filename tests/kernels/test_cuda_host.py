@@ -17,6 +17,7 @@ pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kern
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.triton import prefill_call
 from helpers import oracle
+from helpers.cases import Case
 from helpers.cuda_host import Host, HostError, needs_a_compiler
 from helpers.cuda_host.calls import FP8_KV, OPS, SPLIT, attend
 from helpers.cuda_host.calls import prefill_case as _case
@@ -91,6 +92,12 @@ FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.2
 FP8_PREFILL = [(kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV))) for i, (kind, case) in enumerate(PREFILL)]
 """The same cases with FP8 keys and values."""
 
+BY_TOKENS = [
+    replace(case, page_size=(1, 3, 12, 5, 100)[i % 5])
+    for i, case in enumerate(case for kind, case in (*PREFILL, *FP8_PREFILL) if kind == "prefill")
+]
+"""Paged ones with page sizes that are not multiples of 8."""
+
 
 @pytest.mark.parametrize("seed", range(len(PREFILL)), ids=[case.name for _, case in PREFILL])
 def test_prefill(seed: int) -> None:
@@ -105,6 +112,14 @@ def test_fp8_prefill(seed: int) -> None:
     attend(*FP8_PREFILL[seed], host)
     (name,) = host.launched
     assert "KV_FP8=1" in name
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(BY_TOKENS)), ids=str)
+def test_prefill_by_tokens(seed: int, case: Case) -> None:
+    host = Host(sms=3, seed=seed)
+    attend("prefill", case, host)
+    (name,) = host.launched
+    assert "KV_CP_ASYNC=1" in name
 
 
 @pytest.mark.parametrize("kv_scale", [None, (0.0, 1.0), (-2.0, -0.5), (2.0**-120, 1.0)], ids=str)

@@ -53,7 +53,7 @@ PREFILL_FAULTS = {
         Fault("if (!released && unit.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;", ""),
         "deadlock",
     ),
-    "producer V releases no unit": Planted(Fault("if (released) release_unit(shared);", ""), "deadlock"),
+    "producer V releases no unit": Planted(Fault("if (released) release_unit(shared);", "", 2), "deadlock"),
     "producer Q releases a unit for producer V": Planted(
         Fault(
             f"if (unit.count <= 0) return;\n    {RELEASE}",
@@ -144,6 +144,8 @@ PREFILL_FAULTS = {
 RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + part * 8);"
 CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {RELEASE}"
 
+END = "shared.fp8_end[VALUES] = 1;\n      arrive(full);"
+
 FP8_FAULTS = {
     "no proxy fence after conversions": Planted(
         Fault(CONVERTED, CONVERTED.removeprefix("fence_async_shared();\n      ")), "no proxy fence"
@@ -155,15 +157,15 @@ FP8_FAULTS = {
         Fault("wait(tiles.fp8_full + part * 8, tile & 1);", ""), "race|uninitialised"
     ),
     "a tile is loaded over one that is converted": Planted(
-        Fault("tiles.wait_for_empty(tile);", ""), "race|more arrivals"
+        Fault("tiles.wait_for_empty(tile);", "", 2), "race|more arrivals"
     ),
     "no wait for a stage": Planted(
         Fault("if (part == 0) wait(tiles.empty + tile % STAGES * 8, tile / STAGES & 1 ^ 1);", ""), "race|more arrivals"
     ),
     "the end is passed on while tiles are converted": Planted(
-        Fault("for (int i = 0; i < kFp8Stages; ++i) tiles.wait_for_empty(tile + i);", ""), "race|more arrivals"
+        Fault("for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);", ""), "race|more arrivals"
     ),
-    "the end is not passed on": Planted(Fault("arrive(tiles.full);", ""), "deadlock"),
+    "the end is not passed on": Planted(Fault(END, END.replace("arrive(full);", "")), "deadlock"),
     "a converted tile is not passed on": Planted(
         Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
     ),
@@ -303,10 +305,52 @@ MLA_FP8_FAULTS = {
     ),
 }
 
+COPIES = "wait_for_chunks(), fence_async_shared(), __syncwarp();"
+
+TOKEN_FAULTS = {
+    "copies are not waited for": Planted(Fault(COPIES, "fence_async_shared(), __syncwarp();"), "cp.async"),
+    "no proxy fence of copies": Planted(Fault(COPIES, "wait_for_chunks(), __syncwarp();"), "no proxy fence"),
+    "copies of other lanes are not waited for": Planted(
+        Fault(COPIES, "wait_for_chunks(), fence_async_shared();"), "race|no proxy fence|uninitialised|in flight"
+    ),
+    "another place": Planted(
+        Fault(
+            "copy_chunk(to + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> first_row & 1);",
+            "copy_chunk(to + block * BLOCK_BYTES ^ 16, from_row + block * ROW_BYTES, existing >> first_row & 1);",
+        ),
+        "differs",
+    ),
+    "page numbers of the tile before": Planted(
+        Fault("first += TOKENS;\n    load_pages(p);", "first += TOKENS;"), "differs"
+    ),
+}
+"""Of KV tiles that are copied token by token."""
+
+PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
+    "no wait for a stage": Planted(
+        Fault("tiles.wait_for_empty(tile);\n      mark(kWaitEmpty);", "", 2), "race|more arrivals"
+    ),
+}
+MLA_TOKEN_FAULTS = TOKEN_FAULTS | {
+    "no wait for a half": Planted(
+        Fault("wait(shared_address(&shared.empty[stage][warp]), parity);", ""), "race|more|deadlock"
+    ),
+    "the rotary columns are copied over P": Planted(
+        Fault("wait(shared_address(&shared.empty[stage][first]), parity);", ""), "race", case="FP8"
+    ),
+}
+
 
 def _faulty(planted: dict[str, Planted], name: str) -> Host:
     faults = [one.fault for one in planted.values()]
     return Host(sms=2, faults=faults, planted=1 + list(planted).index(name) if name else 0)
+
+
+def _noticed(planted: dict[str, Planted], name: str) -> contextlib.AbstractContextManager[object]:
+    """A fault is noticed by the machine or in the results, which are right without one."""
+    if not name:
+        return contextlib.nullcontext()
+    return pytest.raises((HostError, AssertionError), match=planted[name].message)
 
 
 SIZES: dict[str, Any] = {"kv_lens": (280, 70), "qo_lens": (70, 33)}
@@ -330,6 +374,25 @@ def test_faults_of_prefill_are_noticed(name: str) -> None:
     for case in cases:
         with noticed:
             attend("prefill", case, host)
+
+
+@pytest.mark.parametrize("name", ["", *PREFILL_TOKEN_FAULTS])
+def test_faults_of_prefill_by_tokens_are_noticed(name: str) -> None:
+    sizes = {"kv_lens": (900, 70), "qo_lens": (70, 33), "heads": (3, 1), "head_dims": (64, 64), "page_size": 3}
+    case = prefill_case("by tokens", **sizes)
+    with _noticed(PREFILL_TOKEN_FAULTS, name):
+        attend("prefill", case, _faulty(PREFILL_TOKEN_FAULTS, name))
+
+
+@pytest.mark.parametrize("name", ["", *MLA_TOKEN_FAULTS])
+def test_faults_of_mla_by_tokens_are_noticed(name: str) -> None:
+    dtypes: dict[str, dict[str, Any]] = {"even": {}, "FP8": FP8_KV}
+    planted = MLA_TOKEN_FAULTS.get(name)
+    for dtype in [planted.case] if planted else dtypes:
+        case = swapped("by tokens", 64, qo_lens=(1, 1), kv_lens=(500, 170), page_size=3, **dtypes[dtype])
+        faults = {key: one for key, one in MLA_TOKEN_FAULTS.items() if dtype == "FP8" or one.case == dtype}
+        with _faulty(faults, name).installed(), _noticed(MLA_TOKEN_FAULTS, name):
+            mla_cases.check(case, op=mla_op)
 
 
 @pytest.mark.parametrize("name", ["", *FP8_FAULTS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,21 @@ def test_prefill(seed: int) -> None:
     _attend(*CASES[seed], host)
     (name,) = host.launched
     assert "Q_FP8=1" in name
+
+
+BY_TOKENS = [
+    replace(case, page_size=(1, 3, 12, 5, 100)[i % 5])
+    for i, case in enumerate(case for kind, case in CASES if kind == "prefill")
+]
+"""Page sizes that are not multiples of 8."""
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(BY_TOKENS)), ids=str)
+def test_prefill_by_tokens(seed: int, case: Case) -> None:
+    host = Host(sms=3, seed=seed)
+    _attend("prefill", case, host)
+    (name,) = host.launched
+    assert "KV_CP_ASYNC=1 PAGED=1 Q_FP8=1" in name
 
 
 @pytest.mark.parametrize("kind", ["prefill", "ragged"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,21 +82,39 @@ FP8 = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize(("seed", "case"), list(enumerate(FP8)), ids=str)
-def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_plan: list[int] = []
+@pytest.fixture(params=[1, 2])
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """CTAs that divide KV: one, or two where none share it. The list has those of each launch."""
+    of_plans: list[int] = []
 
     def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
-        of_plan.append(min(splits, 2 // mla.mla_cluster(packed_rows_of_tile(PlanProblem.of(plan.problem)))))
-        return of_plan[-1]
+        of_plans.append(min(request.param, 2 // mla.mla_cluster(packed_rows_of_tile(PlanProblem.of(plan.problem)))))
+        return of_plans[-1]
 
     monkeypatch.setattr(mla, "cluster_splits_of", cluster_splits_of)
+    return of_plans
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(FP8)), ids=str)
+def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, splits: list[int]) -> None:
     host = Host(sms=4, seed=seed)
     with host.installed():
         mla_cases.check(case, op=mla_op)
     (name,) = host.launched
-    assert f"KV_FP8=1 SPLITS={of_plan[-1]}" in name
+    assert f"KV_FP8=1 SPLITS={splits[-1]}" in name
+
+
+BY_TOKENS = [replace(case, page_size=(1, 3, 16, 40)[i % 4]) for i, case in enumerate((*MLA, *SWAPPED, *FP8))]
+"""Page sizes that are not multiples of a KV tile."""
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(BY_TOKENS)), ids=str)
+def test_mla_by_tokens(seed: int, case: mla_cases.Mla) -> None:
+    host = Host(sms=4, seed=seed)
+    with host.installed():
+        mla_cases.check(case, op=mla_op)
+    (name,) = host.launched
+    assert "KV_CP_ASYNC=1" in name
 
 
 @pytest.mark.parametrize("part", ["ckv_cache", "kpe_cache"])

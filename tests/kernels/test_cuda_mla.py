@@ -108,6 +108,13 @@ def test_units_without_swapped_operands(monkeypatch: pytest.MonkeyPatch) -> None
     assert {mla.units_of(packed_rows) for packed_rows in (1, 16, 64)} == {("mla", 64, 1)}
 
 
+def test_ctas_share_no_tiles_that_are_copied_by_tokens() -> None:
+    assert [mla.units_of(packed_rows, by_tokens=True)[1:] for packed_rows in (16, 64, 128, 150)] == [
+        (mla.SWAPPED_PACKED_ROWS, 1),
+        *((64, blocks) for blocks in (1, 2, 3)),
+    ]
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("key", [k for k in mla.SPECIALIZATIONS if k[3] == torch.bfloat16], ids=str)
 def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
@@ -144,7 +151,7 @@ def disassembled() -> None:
 def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
     """Where the assembler does not see that products can overlap, it adds waits between them."""
     one = mla.SPECIALIZATIONS[key]
-    assert usage_of(one).stack <= (MERGE_SPILL_BYTES if key[4] and key[2] > 1 else SPILL_BYTES)
+    assert usage_of(one).stack <= (MERGE_SPILL_BYTES if key[4] and (key[2] > 1 or key[5]) else SPILL_BYTES)
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     keys_first = ["0", "0", "1", "0", "0", "0"]  # a first tile; S, peer's P V, own P V; the peer's last tile
@@ -185,18 +192,21 @@ def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_the_module
 @pytest.mark.usefixtures("without_combine")
 @pytest.mark.parametrize(
-    ("heads", "tile_rows", "splits"),
-    [(128, 1, 1), (16, 4, 1), (16, 1, 2), (32, 1, 2), (80, 3, 1), (192, 1, 2)],
+    ("heads", "tile_rows", "splits", "page_size"),
+    [
+        *((*sizes, 64) for sizes in ((128, 1, 1), (16, 4, 1), (16, 1, 2), (32, 1, 2), (80, 3, 1), (192, 1, 2))),
+        *((*sizes, 32) for sizes in ((128, 1, 1), (16, 4, 1), (80, 3, 1))),
+    ],
 )
 def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
-    heads: int, tile_rows: int, splits: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    heads: int, tile_rows: int, splits: int, page_size: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: splits)
     for rows in (0, 1, 9, 700):
-        call = _call(rows, heads, tile_rows=tile_rows)
+        call = _call(rows, heads, page_size, tile_rows=tile_rows)
         mla.batch_mla(**call)
-        kernel, unit_rows, blocks = mla.units_of(tile_rows * heads)
-        one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16, False]
+        kernel, unit_rows, blocks = mla.units_of(tile_rows * heads, by_tokens=page_size == 32)
+        one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16, False, page_size == 32]
         units, cluster = (-(-rows // tile_rows) + 5 + 6) * blocks, one.cluster[0]
         assert fake_driver.array("grid", 3) == [min(units, SMS // cluster) * cluster, 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
@@ -208,11 +218,17 @@ def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
 @pytest.mark.usefixtures("without_combine")
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(("heads", "function"), [(128, "mla"), (12, "mla_swap_ab")])
+@pytest.mark.parametrize("page_size", [64, 1])
 def test_a_package_takes_any_number_of_rows(
-    heads: int, function: str, kv_dtype: torch.dtype, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    function: str,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    fake_driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Traced for 50 rows, the integers of a call are those of an eager launch for any number."""
-    fixed = _call(50, heads, tile_rows=1, kv_dtype=kv_dtype)
+    fixed = _call(50, heads, page_size, tile_rows=1, kv_dtype=kv_dtype)
     if kv_dtype in FP8:
         fixed["kv_scale"] = torch.tensor([0.5, 2.0])
 
@@ -221,7 +237,7 @@ def test_a_package_takes_any_number_of_rows(
         return mla.batch_mla(**fixed | q, causal=True)[0]
 
     image = packaged_image(call, (50, 7, 900), monkeypatch)
-    assert (image.function, len(image.maps)) == (function, 4)
+    assert (image.function, len(image.maps)) == (function, 4 if page_size == 64 else 2)
 
 
 GOOD = Problem(
@@ -241,6 +257,8 @@ TAKEN: list[dict[str, Any]] = [
     {},
     {"dtype": torch.float16, "kv_dtype": torch.float16},
     {"page_size": 192},
+    {"page_size": 1, "layout": MemoryLayout(mappable=False)},
+    {"page_size": 96, "kv_dtype": torch.float8_e4m3fn},
     {"num_qo_heads": 3},
     {"layout": MemoryLayout(joinable=False)},
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
@@ -255,7 +273,9 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_mla(problem) == []
     assert on_hopper == [
-        one for key, one in mla.SPECIALIZATIONS.items() if key[3:] == (problem.dtype, problem.kv_dtype in FP8)
+        one
+        for key, one in mla.SPECIALIZATIONS.items()
+        if key[3:] == (problem.dtype, problem.kv_dtype in FP8, problem.page_size % 64 != 0)
     ]
 
 
@@ -264,7 +284,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_dtype": torch.float16}, "the cache is torch.float16, neither torch.bfloat16 nor FP8"),
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 320, "head_dim_vo": 256}, "the head is not 512 + 64 wide"),
-    ({"page_size": 32}, "pages of 32 tokens are not whole KV tiles of 64"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"options": ("window_left",)}, "it does not implement window_left"),

@@ -60,7 +60,7 @@ def programs() -> dict[tuple[Any, ...], Path]:
     return {
         key[:3]: cuda_host.program(one, MAIN)
         for key, one in mla.SPECIALIZATIONS.items()
-        if key[3:] == (torch.bfloat16, False)
+        if key[3:] == (torch.bfloat16, False, False)
     }
 
 
@@ -74,7 +74,7 @@ def _units(
 ) -> list[Unit]:
     problem = PlanProblem.of(plan.problem)
     kernel, unit_rows, blocks = mla.units_of(problem.tile_rows * problem.num_qo_heads)
-    cluster = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16, False].cluster[0]
+    cluster = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16, False, False].cluster[0]
     items = plan.kv_len.shape[0] + num_partials(plan) - (-rows // problem.tile_rows)
     numbers = [plan.qo_indptr.numel(), *plan.qo_indptr.tolist(), plan.work.numel(), *plan.work.flatten().tolist()]
     numbers += [rows, 1 << 20, plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0]]
@@ -130,7 +130,7 @@ def test_units_are_the_work_of_the_plan(
     total = sum(qo_lens)
     units = _units(programs, plan, total + padding, 7, causal, splits)
     kernel, unit_rows, _ = mla.units_of(PlanProblem.of(plan.problem).tile_rows * heads)
-    one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16, False]
+    one = mla.SPECIALIZATIONS[kernel, unit_rows, splits, torch.bfloat16, False, False]
     ctas = one.cluster[0] // splits  # with the same KV tiles
     seen: Counter[tuple[int, int]] = Counter()  # (row, head) -> keys
     visits: Counter[tuple[int, int]] = Counter()

@@ -301,6 +301,10 @@ GOOD = Problem(
 )
 
 
+def _loads(problem: Problem) -> str:
+    return "ragged" if problem.page_size == 0 else "tokens" if problem.page_size % 8 else "pages"
+
+
 TAKEN: list[dict[str, Any]] = [
     {},
     {"op": "ragged_prefill", "page_size": 0},
@@ -309,6 +313,9 @@ TAKEN: list[dict[str, Any]] = [
     *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.TILES),
     {"page_size": 8},
     {"page_size": 264},
+    {"page_size": 12},
+    {"page_size": 1, "layout": MemoryLayout(mappable=False, joinable=False)},
+    {"op": "block_sparse_prefill", "page_size": 4},
     {"num_qo_heads": 1024, "num_kv_heads": 1},
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS))},
@@ -318,6 +325,7 @@ TAKEN: list[dict[str, Any]] = [
 FP8_TAKEN: list[dict[str, Any]] = [
     {},
     {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
+    {"page_size": 1, "layout": MemoryLayout(mappable=False)},
     {"op": "ragged_prefill", "page_size": 0},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
 ]
@@ -327,7 +335,7 @@ FP8_TAKEN: list[dict[str, Any]] = [
 def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == []
-    assert on_hopper == [prefill.SPECIALIZATIONS[128, 128, problem.op == "batch_prefill", problem.dtype, True, False]]
+    assert on_hopper == [prefill.SPECIALIZATIONS[128, 128, _loads(problem), problem.dtype, True, False]]
 
 
 FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -335,8 +343,7 @@ FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_dtype": torch.bfloat16}, "the cache is torch.bfloat16, not FP8"),
     ({"dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
-    ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
-    ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
+    ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"options": ("mask",)}, "it does not implement mask"),
 ]
 
@@ -352,6 +359,7 @@ OF_E4M3: dict[str, Any] = {"dtype": E4M3, "kv_dtype": E4M3}
 
 E4M3_TAKEN: list[dict[str, Any]] = [
     *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.FP8_TILES),
+    {"page_size": 20},
     {"op": "ragged_prefill", "page_size": 0},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
 ]
@@ -362,14 +370,13 @@ def test_calls_with_fp8_queries_that_it_runs(fields: dict[str, Any], on_hopper: 
     problem = replace(GOOD, **OF_E4M3 | fields)
     assert unsupported.cuda_prefill_e4m3(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, problem.op == "batch_prefill", problem.dtype, True, False)]]
+    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, _loads(problem), problem.dtype, True, False)]]
 
 
 E4M3_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.bfloat16}, "the query is torch.bfloat16, not torch.float8_e4m3fn"),
     ({"kv_dtype": torch.float8_e5m2}, "the cache is torch.float8_e5m2, not torch.float8_e4m3fn"),
     ({"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile"),
-    ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
     ({"options": ("mask",)}, "it does not implement mask"),
@@ -387,7 +394,7 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_prefill(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    key = (*dims, problem.op == "batch_prefill", problem.dtype, False)
+    key = (*dims, _loads(problem), problem.dtype, False)
     large_batch = [prefill.SPECIALIZATIONS[(*key, True)]] if dims == (128, 128) else []
     assert on_hopper == [prefill.SPECIALIZATIONS[(*key, False)], *large_batch]
 
@@ -398,7 +405,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
-    ({"page_size": 12}, "pages of 12 tokens are not multiples of 8"),
+    ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"num_qo_heads": 32769, "num_kv_heads": 1}, "it needs at most 32768 query heads per KV head"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),

@@ -72,7 +72,7 @@ def programs() -> Programs:
     keys = [(dim, paged, large) for dim, large in ((64, False), (128, False), (128, True)) for paged in (False, True)]
     return {
         (dim, paged, large): cuda_host.program(
-            prefill.SPECIALIZATIONS[dim, dim, paged, torch.bfloat16, False, large], MAIN
+            prefill.SPECIALIZATIONS[dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, large], MAIN
         )
         for dim, paged, large in keys
     }
@@ -213,7 +213,7 @@ def test_divisions_by_multiplication_are_exact() -> None:
 
     For groups above 512 from group - 2 on: before that the quotient is 0, since it is monotonic.
     """
-    one = prefill.SPECIALIZATIONS[128, 128, False, torch.bfloat16, False, False]
+    one = prefill.SPECIALIZATIONS[128, 128, "ragged", torch.bfloat16, False, False]
     of_groups, of_any = cuda_host.rows_of(cuda_host.program(one, DIVISIONS), ())
     for compared, differences in (of_groups, of_any):
         assert compared > 3_000_000

@@ -99,19 +99,35 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (_prefill(page_size=1), PREFILL),
+        (_prefill(page_size=12, head_dims=(64, 64)), PREFILL),
+        (_prefill(page_size=12, kv_dtype=E4M3), FP8_PREFILL),
+        (_prefill(page_size=5, dtype=E4M3, kv_dtype=E4M3), E4M3_PREFILL),
+        (_mla(page_size=1), MLA),
+        (_mla(page_size=32, kv_dtype=E4M3), MLA),
+    ],
+    ids=range(6),
+)
+def test_pages_that_are_copied_by_tokens_run_on_request(call: tuple[str, dict[str, Any]], kernel: str) -> None:
+    assert _chosen(*call) == _chosen(*call, lowerable=True, images=True) == GENERAL
+    assert "tokens if asked for by name" in _lines(*call)[kernel]
+    assert _chosen(*call, name="cuda") == _chosen(*call, name="cuda", lowerable=True, images=True) == kernel
+
+
+@pytest.mark.parametrize(
     ("call", "reason"),
     [
         (_prefill(dtype=torch.float32), "not a 16-bit dtype"),
         (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
         (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
-        (_prefill(page_size=12), "pages of 12 tokens"),
         (_prefill(pos_encoding="ALIBI"), "does not implement pos_encoding"),
         (_prefill(masked=0.5), "does not implement mask"),
         (_prefill(kv_scale=(1.0, 2.0)), "does not implement kv_scale"),
         (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),
         (_mla(dtype=torch.float32), "not a 16-bit dtype"),
         (_mla(dims=(256, 64)), "not 512 + 64"),
-        (_mla(page_size=32), "pages of 32 tokens"),
         (_mla(shift=1), "not aligned to 16 bytes"),
         (_mla(window_left=100), "does not implement window_left"),
         (_mla(logits_soft_cap=1.0), "does not implement logits_soft_cap"),
@@ -187,10 +203,9 @@ def test_an_fp8_cache_is_converted(call: tuple[str, dict[str, Any]], on_hopper: 
     [
         (_prefill(dtype=torch.float32, kv_dtype=E4M3), "torch.float32 is not a 16-bit dtype"),
         (_prefill(dtype=torch.float32, kv_dtype=E5M2), "torch.float32 is not a 16-bit dtype"),
-        (_prefill(kv_dtype=E4M3, page_size=12), "pages of 12 tokens are not multiples of 8"),
         (_prefill(qo_lens=(1, 1)), "the cache is torch.bfloat16, not FP8"),
     ],
-    ids=range(4),
+    ids=range(3),
 )
 def test_calls_that_no_kernel_for_fp8_caches_runs(call: tuple[str, dict[str, Any]], reason: str) -> None:
     assert _lines(*call)[FP8_PREFILL] == reason
@@ -247,7 +262,6 @@ def test_fp8_queries_are_multiplied_in_fp8(kind: str, options: dict[str, Any]) -
     ("options", "reason"),
     [
         ({"head_dims": (192, 128)}, "head dimensions 192 and 128"),
-        ({"page_size": 12}, "pages of 12 tokens"),
         ({"masked": 0.5}, "does not implement mask"),
         ({"pos_encoding": "ALIBI"}, "does not implement pos_encoding"),
     ],

@@ -1,0 +1,92 @@
+// KV tiles that are copied token by token, by cp.async: pages of any size, where TMA would need a box for each token.
+#pragma once
+
+#include "division.cuh"
+#include "hopper.cuh"
+
+namespace attn_ops {
+namespace {
+
+// Keys or values of one KV head in global memory. Strides are in bytes.
+struct TokenSource {
+  const char* first;
+  int64 page, token;
+
+  DEVICE TokenSource from_byte(int64 offset) const { return {first + offset, page, token}; }
+};
+
+// The tokens of a request. `Problem` has kv_indices, max_pages, num_pages and page_size.
+struct PagedTokens {
+  FastDivide by_page;
+  int page_start, end;  // of the request in kv_indices; tokens from `end` on are not read
+
+  template <class Problem>
+  DEVICE uint32 page_of(const Problem& p, int token) const {
+    if (token >= end) return 0;
+    const uint32 index = uint32(page_start) + by_page.quotient(token);
+    return index < uint32(p.max_pages) ? p.kv_indices[index] : 0;
+  }
+};
+
+// TOKENS tokens of a KV tile, from `first` on. Lane l has the page numbers of the tokens l, l + 32 and so on.
+template <int TOKENS>
+struct TileTokens {
+  static constexpr int kOwn = TOKENS / 32;
+
+  const PagedTokens& request;
+  int first;
+  uint32 pages[kOwn];
+
+  template <class Problem>
+  DEVICE TileTokens(const Problem& p, const PagedTokens& request, int first) : request(request), first(first) {
+    load_pages(p);
+  }
+
+  // The next tile: its page numbers are on their way while copies of this one are.
+  template <class Problem>
+  DEVICE void advance(const Problem& p) {
+    first += TOKENS;
+    load_pages(p);
+  }
+
+  template <class Problem>
+  DEVICE void load_pages(const Problem& p) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) pages[i] = request.page_of(p, first + 32 * i + threadIdx.x % 32);
+  }
+
+  // One warp: of all tokens BLOCKS * ROW_BYTES bytes, as rows of a swizzled tile, zeros from the end on. A group of 8
+  // tokens is at `group(number)`, and its next block of columns BLOCK_BYTES further. In each copy ROW_BYTES / 16 lanes
+  // have a row.
+  template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group>
+  DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group) const {
+    constexpr int kChunks = ROW_BYTES / 16, kRows = 32 / kChunks;
+    const int lane = threadIdx.x % 32, row = lane / kChunks, chunk = lane % kChunks;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int token = first + 32 * i + lane;
+      const uint32 page = min(pages[i], uint32(p.num_pages) - 1);
+      const int64 offset = page * from.page + request.by_page.remainder(token) * from.token;
+      const uint64 own = reinterpret_cast<uint64>(from.first + (token < request.end ? offset : 0));
+      const uint32 existing = __ballot_sync(~0u, token < request.end) >> row;
+#pragma unroll
+      for (int first_row = 0; first_row < 32; first_row += kRows) {
+        const uint64 address = __shfl_sync(~0u, own, first_row + row);
+        const char* from_row = reinterpret_cast<const char*>(address) + chunk * 16;
+        const int in_group = first_row % 8 + row, swizzle = in_group * ROW_BYTES / 128 & (kChunks - 1);
+        const uint32 to = group(i * 4 + first_row / 8) + in_group * ROW_BYTES + (chunk ^ swizzle) * 16;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+          copy_chunk(to + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> first_row & 1);
+      }
+    }
+  }
+};
+
+// One warp: what it has copied is in shared memory, and may be read by WGMMA and by other threads after an arrival.
+DEVICE void finish_copies() {
+  wait_for_chunks(), fence_async_shared(), __syncwarp();
+}
+
+}  // namespace
+}  // namespace attn_ops
