@@ -61,7 +61,10 @@ from attn_ops.plan.plan_checks import MAX_QUERY_ROWS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 MIN_POSITION = tl.constexpr(-MAX_QUERY_ROWS)
-"""Bound of the position of a query row in the KV: that of a request's first row is the KV length minus the rows."""
+"""Bound of the position of a query row, less that of its item's first token.
+
+The position of a request's first row is the KV length minus the rows, and no item begins after the end of the KV.
+"""
 
 
 @constexpr_table
@@ -346,12 +349,13 @@ def prefill_kernel(
         count, begin = tl.minimum(count, TILE_ROWS), tl.maximum(begin, 0)
         request = tl.minimum(tl.maximum(request, 0), max_batch - 1)
         page_start = tl.maximum(page_start, 0)
+        # Only a plan that is not a planner's has another such range or position. Sums of them would exceed int32.
+        is_item = (count > 0) & (begin <= end) & (position >= begin + MIN_POSITION) & (position < MAX_POSITION)
+        # A cache without pages, or ragged KV that is shorter than planned, may leave an item without tokens.
         if FEATURES.PAGED:
             end = tl.minimum(end, tl.where(num_pages > 0, tl.maximum(max_pages - page_start, 0), 0) * SHAPE.PAGE_SIZE)
         else:
-            end = tl.minimum(end, num_pages - page_start)
-        # Only a plan that is not a planner's has another such range. Sums of its positions would exceed int32.
-        is_item = (count > 0) & (begin <= end) & (position >= MIN_POSITION) & (position < MAX_POSITION)
+            end = tl.minimum(end, num_pages - tl.minimum(page_start, num_pages))
         if not is_item:  # write the query rows after the last request's, which such items divide among them
             row = tl.load(qo_indptr + max_batch) + (num_items - 1 - item) * TILE_ROWS
             unused = (packed_row < TILE_ROWS * SHAPE.GROUP) & within(row + tile_row, rows)

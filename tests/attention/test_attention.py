@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers.backends import each_backend
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
-from helpers.harness import OPS, Setup
+from helpers.harness import CPU_BACKENDS, OPS, Setup
 from helpers.oracle import GARBAGE
 
+from attn_ops.ops.options import LOG2E
 from attn_ops.plan.state import WORK_FIELDS, num_slots, workspace_size
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -144,6 +145,47 @@ def test_a_slot_beyond_the_workspace_is_not_written(device: str, backend: str) -
     plan.work[0, WORK_FIELDS.index("slot")] = slots
     setup.run(backend, workspace=memory[:needed])
     assert (memory[needed:] == 7.0).all()
+
+
+SPLIT_KV = pytest.mark.parametrize(
+    "planner",
+    [{}, {"num_ctas": 60, "tile_rows": 16}, {"num_ctas": 60, "tile_rows": 16, "fixed_split_size": 4}],
+    ids=["whole", "balanced", "fixed"],
+)
+
+
+@each_backend
+@SPLIT_KV
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_cache_without_pages_has_no_keys(kind: str, planner: dict[str, int], device: str, backend: str) -> None:
+    """Every split of the plan begins after the end of the cache, and has a partial result all the same."""
+    options = {name: value for name, value in planner.items() if kind == "prefill" or name != "tile_rows"}
+    base = DECODE_BASE if kind == "decode" else PREFILL_BASE
+    setup = Setup(kind, replace(base, kv_lens=(37, 0, 900, 190), sinks=1.0, planner=options), device)
+    if kind == "prefill":
+        assert setup.planner.state.split_tiles.any() == bool(planner)
+    for name in CPU_BACKENDS if backend == "reference" else (backend,):
+        for sinks in (None, setup.sinks):
+            out, lse = setup.run(name, k_cache=setup.k[:0], v_cache=setup.v[:0], sinks=sinks)
+            assert (out == 0).all()
+            none = torch.full_like(lse, -math.inf) if sinks is None else (sinks * LOG2E).expand(lse.shape)
+            torch.testing.assert_close(lse, none)
+
+
+@each_backend
+@SPLIT_KV
+def test_ragged_requests_behind_the_keys_are_written(planner: dict[str, int], device: str, backend: str) -> None:
+    """They begin at the end of the keys that a call passes, or after it. Their rows are not left unwritten."""
+    split = planner.get("fixed_split_size", 0) * 16
+    options = planner | ({"fixed_split_size": split} if split else {})
+    setup = Setup("ragged", replace(PREFILL_BASE, kv_lens=(150, 900, 190), qo_lens=(5, 3, 9), planner=options), device)
+    assert setup.planner.state.split_tiles.any() == bool(planner)
+    for count in (150, 170, 1050):
+        out, lse = setup.run(backend, k=setup.k[:count], v=setup.v[:count])
+        assert out.isfinite().all()
+        assert not lse.isnan().any()
+        whole = slice(5 if count < 1050 else 8)
+        setup.expected.rows(whole).check(out[whole], lse[whole])
 
 
 @each_backend

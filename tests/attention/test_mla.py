@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from helpers.backends import each_case
+from helpers.backends import each_backend, each_case
+from helpers.calls import arguments
 from helpers.cases import rounds_in_the_interpreter
+from helpers.harness import CPU_BACKENDS
 from helpers.mla_cases import CASES, Mla, check, random_tensor
 from helpers.page_tables import indptr, page_table
 
@@ -42,6 +45,22 @@ def test_rows_beyond_the_batch_are_zero(page_size: int) -> None:
     assert out[2:].eq(0).all()
     assert lse[2:].eq(-torch.inf).all()
     assert out[:2].eq(1).all()
+
+
+@each_backend
+@pytest.mark.parametrize("planner", [{}, {"fixed_split_size": 4}], ids=["balanced", "fixed"])
+def test_a_cache_without_pages_has_no_keys(planner: dict[str, Any], device: str, backend: str) -> None:
+    """Every split of the plan begins after the end of the cache, and has a partial result all the same."""
+    planner = planner | {"num_ctas": 60, "tile_rows": 16, "device": device}
+    call = arguments("batch_mla", kv_lens=(37, 0, 900, 190), planner=planner)
+    assert call["plan"].split_tiles.any()
+    call = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in call.items()}
+    call |= {name: call[name][:0] for name in ("ckv_cache", "kpe_cache")}
+    for name in CPU_BACKENDS if backend == "reference" else (backend,):
+        call["workspace"].fill_(math.nan)
+        out, lse = torch.ops.attn.batch_mla(**call, backend=name)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
 
 
 def test_head_dims_other_than_512_and_64_need_sm_scale() -> None:

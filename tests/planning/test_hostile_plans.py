@@ -59,6 +59,7 @@ def test_plans_of_random_extremes(op: str) -> None:
     [
         {"kv_begin": MOST, "kv_end": LEAST},
         {"kv_begin": MOST, "kv_end": LEAST + 100},
+        {"kv_begin": MOST, "kv_end": MOST, "position": -100},
         {"kv_begin": 100, "kv_end": MOST, "position": MOST - 1},
         {"kv_begin": 0, "kv_end": MOST, "position": MOST},
         {"kv_end": MOST, "position": LEAST},
