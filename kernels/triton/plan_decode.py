@@ -87,8 +87,9 @@ def first_even_boundary(x, total, num_ctas, INT64: tl.constexpr):
 
 @triton.jit
 def place_boundaries(
-    ends, begins, total, passed, num_ctas, IMBALANCE_DENOM: tl.constexpr, B: tl.constexpr, C: tl.constexpr
-):
+    ends, begins, total, passed, num_ctas,
+    IMBALANCE_DENOM: tl.constexpr, B: tl.constexpr, C: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
     """``(boundary [C], even, inside, begin, end)`` of the CTAs on the line of requests ``begins, ends [B]``.
 
     Even boundaries divide the line into equal parts. A boundary moves to the nearest end of a request if that is close,
@@ -98,10 +99,12 @@ def place_boundaries(
     boundary    the end of the line from ``num_ctas`` on
     inside      whether this is a split point, and no earlier boundary is the same
     begin, end  of the request that holds the even boundary
+    INT64       the products exceed int32
     """
     c = tl.arange(0, C)
     per_cta, remainder = total // num_ctas, total % num_ctas
-    even = tl.where(c < num_ctas, c * per_cta + c * remainder // num_ctas, total)
+    rest = c.to(tl.int64) * remainder if INT64 else c * remainder
+    even = tl.where(c < num_ctas, c * per_cta + (rest // num_ctas).to(tl.int32), total)
     request = tl.minimum(passed, B - 1)
     begin, end = tl.gather(begins, request, 0), tl.gather(ends, request, 0)
     snapped = tl.where(even - begin < end - even, begin, end)
@@ -212,7 +215,7 @@ def plan_decode_kernel(
     end_c = first_even_boundary(ends, total, num_ctas, INT64)
     passed = tl.cumsum(tl.histogram(end_c, C), 0)
     boundary, even, inside, request_begin, request_end = place_boundaries(
-        ends, begins, total, passed, num_ctas, IMBALANCE_DENOM, B, C
+        ends, begins, total, passed, num_ctas, IMBALANCE_DENOM, B, C, INT64
     )
     split_points_until = tl.cumsum(inside.to(tl.int32), 0)
     boundary_item = at_previous(requests_until, passed, 0) + (boundary > even) + split_points_until

@@ -15,6 +15,8 @@ from torch import Tensor
 import attn_ops
 from attn_ops.distributed import ContextShard
 from attn_ops.plan import sizing
+from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD
+from attn_ops.plan.state import KV_BLOCK
 
 HEADS: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -132,6 +134,19 @@ def test_small_decode_batches(seed: int, device: str, backend: str) -> None:
     def make(device: str) -> Any:
         pages = table[1].shape[0] + 3
         return attn_ops.DecodePlanner(max_batch, pages, page_size=page_size, device=device, **HEADS, **options)
+
+    assert_planned_as_by_the_reference("decode", make, table, device, backend)
+
+
+@each_triton
+@pytest.mark.parametrize("num_ctas", [46_342, MAX_CTAS_PER_HEAD])
+def test_the_most_ctas(num_ctas: int, device: str, backend: str) -> None:
+    """Products of a CTA's number and the KV blocks that are left over exceed int32 from 46,342 CTAs on."""
+    pages = 2 * num_ctas - 1
+    table = [torch.tensor([0, pages]).int(), torch.arange(pages).int(), torch.tensor([KV_BLOCK - 1]).int()]
+
+    def make(device: str) -> Any:
+        return attn_ops.DecodePlanner(1, pages, page_size=KV_BLOCK, num_ctas=num_ctas, device=device, **HEADS)
 
     assert_planned_as_by_the_reference("decode", make, table, device, backend)
 
