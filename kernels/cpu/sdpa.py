@@ -398,9 +398,9 @@ def _left_to_reference(*_: Any, **__: Any) -> None:
     """Calls without keys."""
 
 
-def _has_keys(plan: DecodePlan | PrefillPlan, q: Tensor, num_pages: int) -> bool:
-    """Whether a plan may have rows that see a key. One for decode has no ragged KV."""
-    return q.shape[0] > 0 and num_pages > 0 and (isinstance(plan, PrefillPlan) or plan.kv_indices.shape[0] > 0)
+def _has_keys(plan: DecodePlan | PrefillPlan, q: Tensor, num_pages: int, ragged: bool = False) -> bool:
+    """Whether a plan may have rows that see a key. One without pages has none, unless it is for ragged KV."""
+    return q.shape[0] > 0 and num_pages > 0 and (ragged or plan.kv_indices.shape[0] > 0)
 
 
 def _planned(
@@ -412,13 +412,14 @@ def _planned(
     as_pages: Callable[[Tensor], Tensor],
     return_lse: bool,
     options: dict[str, Any],
+    ragged: bool = False,
 ) -> Run:
     """By a plan, over caches that ``as_pages`` takes as ``[pages, page_size, num_kv_heads, dim]``."""
     form = Form.of(q, q.shape[2], caches[1].shape[-1], return_lse, AttentionOptions(**options), bases.shape)
     (of_q, *of_caches), planned = bases.tensors[:3], kind(*plan)
     query = View.of(q, of_q)
     readers = [Reader(cache, base, as_pages, i) for i, (cache, base) in enumerate(zip(caches, of_caches, strict=True))]
-    if not _has_keys(planned, q, readers[0].num_pages):
+    if not _has_keys(planned, q, readers[0].num_pages, ragged):
         return _left_to_reference
     steps = _steps(planned, form, readers, functools.partial(_step, query, readers))
 
@@ -515,7 +516,7 @@ def ragged_prefill(
     def as_pages(t: Tensor) -> Tensor:
         return _tokens(t, kv_layout).unsqueeze(1)
 
-    return _planned(PrefillPlan, bases, plan, q, (k, v), as_pages, return_lse, options)
+    return _planned(PrefillPlan, bases, plan, q, (k, v), as_pages, return_lse, options, ragged=True)
 
 
 @_by_key

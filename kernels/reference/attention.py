@@ -217,14 +217,23 @@ def _groups(work: Tensor, elements: int) -> Sequence[Tensor]:
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, mask: Tensor | None, opts: AttentionOptions, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PrefillPlan,
+    mask: Tensor | None,
+    opts: AttentionOptions,
+    return_lse: bool,
+    ragged: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over ``k, v [pages, page_size, heads, dim]``, a few of the plan's work items at a time.
 
-    Rows that no work item covers get ``out`` 0, and an LSE of -inf or that of the sink.
+    Rows that no work item covers get ``out`` 0, and an LSE of -inf or that of the sink. So do all rows of a plan
+    without pages, unless the keys are ``ragged``.
     """
     out, lse = _without_keys(q, k, v, True, opts)
-    if not any_zero(q.shape[0], k.shape[0]):
+    sizes = (q.shape[0], k.shape[0])
+    if not any_zero(*sizes if ragged else (*sizes, plan.kv_indices.shape[0])):
         problem, length = PlanProblem.of(plan.problem), _max_kv_len(plan)
         shard = ContextShard.of_problem(problem)
         logits, key_elements = problem.tile_rows * problem.num_qo_heads, problem.num_kv_heads * problem.head_dim_qk
@@ -286,7 +295,7 @@ def ragged_prefill(
 ) -> tuple[Tensor, Tensor]:
     tokens = (t if kv_layout == "NHD" else t.transpose(0, 1) for t in (k, v))
     keys, values = (with_spare_row(t)[:, None] for t in tokens)
-    return prefill(q, keys, values, PrefillPlan(*plan), mask, AttentionOptions(**options), return_lse)
+    return prefill(q, keys, values, PrefillPlan(*plan), mask, AttentionOptions(**options), return_lse, ragged=True)
 
 
 def block_sparse_prefill(

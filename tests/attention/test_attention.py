@@ -173,6 +173,20 @@ def test_a_cache_without_pages_has_no_keys(kind: str, planner: dict[str, int], d
 
 
 @each_backend
+def test_a_plan_for_ragged_keys_has_no_pages(device: str, backend: str) -> None:
+    """Its places are no pages of a cache, although both have one token each."""
+    setup = Setup("ragged", replace(PREFILL_BASE, sinks=1.0), device)
+    assert setup.sinks is not None
+    call = {name: value for name, value in setup.arguments.items() if name not in ("k", "v")}
+    for name in CPU_BACKENDS if backend == "reference" else (backend,):
+        out, lse = torch.ops.attn.batch_prefill(
+            **call, k_cache=setup.k[:, None], v_cache=setup.v[:, None], backend=name
+        )
+        assert (out == 0).all()
+        torch.testing.assert_close(lse, (setup.sinks * LOG2E).expand(lse.shape))
+
+
+@each_backend
 @SPLIT_KV
 def test_ragged_requests_behind_the_keys_are_written(planner: dict[str, int], device: str, backend: str) -> None:
     """They begin at the end of the keys that a call passes, or after it. Their rows are not left unwritten."""

@@ -63,6 +63,22 @@ def test_a_cache_without_pages_has_no_keys(planner: dict[str, Any], device: str,
         assert (lse == -math.inf).all()
 
 
+@each_backend
+def test_a_plan_for_ragged_keys_has_no_pages(device: str, backend: str) -> None:
+    """Its places are no pages of a cache, although both have one token each."""
+    sizes = {"num_qo_heads": 3, "num_kv_heads": 1, "head_dim": 40, "head_dim_vo": 32}
+    planner = attn_ops.PrefillPlanner(2, 6, 0, max_kv_len=50, device=device, **sizes)
+    plan = planner.plan(*(torch.tensor(t, device=device).int() for t in ([0, 5, 6], [0, 37, 50])))
+    q, cache = torch.randn(6, 3, 40, device=device), torch.randn(50, 1, 40, device=device)
+    tensors = (*q.split((32, 8), -1), *cache.split((32, 8), -1))
+    for name in CPU_BACKENDS if backend == "reference" else (backend,):
+        out, lse = torch.ops.attn.batch_mla(
+            *tensors, plan, planner.workspace, sm_scale=0.2, return_lse=True, backend=name
+        )
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+
+
 def test_head_dims_other_than_512_and_64_need_sm_scale() -> None:
     planner = attn_ops.PrefillPlanner(1, 1, 1, num_qo_heads=1, num_kv_heads=1, head_dim=40, head_dim_vo=32)
     q, cache = torch.zeros(1, 1, 40), torch.zeros(1, 1, 40)
