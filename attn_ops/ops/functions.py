@@ -646,8 +646,8 @@ def batch_indices_positions(
         backend: ``auto``, or the name of the one backend to use.
 
     Returns:
-        batch_indices: int32 ``[nnz]``. Request of each row; -1 in rows past the last request's.
-        positions: int32 ``[nnz]``. Position of each row in its request; -1 in rows past the last request's.
+        batch_indices: int32 ``[nnz]``. Request of each row; -1 in rows of no request.
+        positions: int32 ``[nnz]``. Position of each row in its request; -1 in rows of no request.
     """
     return torch.ops.attn.batch_indices_positions(append_indptr, seq_lens, nnz, backend=backend)
 

@@ -147,6 +147,6 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -
     requests, positions = [-1] * nnz, [-1] * nnz
     for row in range(nnz):
         request = bisect_right(starts, row) - 1
-        if request < len(lengths):
+        if 0 <= request < len(lengths):
             requests[row], positions[row] = request, row - starts[request + 1] + lengths[request]
     return _int32(requests), _int32(positions)

@@ -109,7 +109,7 @@ def append_mla_kv(
 
 
 def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
-    """The request of each appended token and its position in the request's KV; -1, -1 past the last request's tokens.
+    """The request of each appended token and its position in the request's KV; -1, -1 in rows of no request.
 
     The last appended token of a request is at position ``seq_lens - 1``.
     """
@@ -119,8 +119,8 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -
         return unused, unused.clone()
     # The conversion copies: Inductor's searchsorted loses the offset of a view, or does not lower it (PyTorch 2.11).
     request = torch.searchsorted(append_indptr.long(), row, right=True) - 1
-    used = request < seq_lens.shape[0]
-    r = request.clamp(max=seq_lens.shape[0] - 1)
+    used = (request >= 0) & (request < seq_lens.shape[0])
+    r = request.clamp(0, seq_lens.shape[0] - 1)
     position = row - append_indptr[r + 1] + seq_lens[r]
     return torch.where(used, request, -1).int(), torch.where(used, position, -1).int()
 

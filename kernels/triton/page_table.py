@@ -34,8 +34,8 @@ def batch_indices_positions_kernel(
 ):
     """Grid: (blocks of BLOCK appended tokens).
 
-    A program owns BLOCK consecutive tokens and finds the request and position of each; tokens past the last request's
-    get -1 and -1.
+    A program owns BLOCK consecutive tokens and finds the request and position of each; tokens of no request get -1
+    and -1.
     Loop invariant: ``request`` is the number of entries of ``append_indptr[:first]`` that are at most ``row``, minus 1.
     Bound by latency: ``cdiv(batch + 1, CHUNK)`` dependent steps of a search.
     """

@@ -44,6 +44,17 @@ def test_batch_indices_positions(requests: list[tuple[int, int]], spare: int) ->
     assert list(zip(request.tolist(), position.tolist(), strict=True)) == expected
 
 
+@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), min_size=1, max_size=8))
+@example(2, [(2, 5), (1, 8)])
+@example(600, [(n % 3, n) for n in MANY])
+def test_rows_before_the_first_request_are_of_none(first: int, requests: list[tuple[int, int]]) -> None:
+    appended, nnz = [n for n, _ in requests], first + sum(n for n, _ in requests)
+    expected = [(-1, -1)] * first + [(b, before + i) for b, (n, before) in enumerate(requests) for i in range(n)]
+    lengths = int32([n + before for n, before in requests])
+    request, position = torch.ops.attn.batch_indices_positions(indptr(appended) + first, lengths, nnz)
+    assert list(zip(request.tolist(), position.tolist(), strict=True)) == expected
+
+
 def test_a_negative_length_has_no_pages() -> None:
     table = int32([3, 4, 5, 6, 7, 8]).view(3, 2)
     kv_indptr, kv_indices, last = torch.ops.attn.page_table(table, int32([20, -40, 17]), 16)
