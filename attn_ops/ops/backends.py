@@ -46,7 +46,6 @@ class Problem:
     """What decides which kernel runs an op. Fields that an op does not have keep their defaults.
 
     page_size      tokens of a page, 0 without pages
-    tile_rows      query rows of a query tile
     options        names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
     context_ranks  ranks that hold the keys of a plan
     """
@@ -61,7 +60,6 @@ class Problem:
     head_dim_qk: int = 1
     head_dim_vo: int = 1
     page_size: int = 0
-    tile_rows: int = 1
     options: tuple[str, ...] = ()
     layout: MemoryLayout = ORDINARY
     context_ranks: int = 1

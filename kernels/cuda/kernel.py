@@ -10,10 +10,6 @@ from torch import Tensor
 
 from attn_ops.gpu import num_sms
 
-KINDS = ("pointer", "map", "i32", "i64", "fp32")
-"""Kinds of parameters: an address, a tensor map, integers, a float. In C++ they are ``T*``, ``const __grid_constant__
-TensorMap``, ``int`` and ``long long`` (or unsigned), ``float``."""
-
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 """Bytes of a swizzle -> its ``CUtensorMapSwizzle``."""
 
@@ -38,7 +34,9 @@ class TensorMap(NamedTuple):
 class Kernel(NamedTuple):
     """A ``__global__`` function, ``extern "C"``, of a file in this folder.
 
-    parameters  name -> kind, in the order of the function's parameters
+    parameters  name -> kind, in the order of the function's parameters. Kinds are ``"pointer"``, ``"map"``, ``"i32"``,
+                ``"i64"`` and ``"fp32"``; in C++ ``T*``, ``const __grid_constant__ TensorMap``, ``int``, ``long long``
+                (or unsigned) and ``float``
     writes      parameters of kind ``pointer`` that it writes: graphs order calls by them
     aligned     pointers that must be multiples of 16 bytes. The reasons of the backend entry refuse others
     options     further options of the compiler, such as ``"--maxrregcount=128"``

@@ -136,7 +136,7 @@ def combine_jobs(
     while job < jobs:
         column_slice = job % SLICES
         head, d = job // SLICES % HEADS + tl.arange(0, 1), column_slice * SLICE_COLUMNS + tl.arange(0, SLICE_COLUMNS)
-        used = head < HEADS
+        used = head < HEADS  # always: a mask of the heads' shape
         row_max, row_sum, acc = combine_row(
             partial, slots, slot, stop, head, used, d, HEADS, DIM, SPLITS_FAST_PATH, SPLITS_PER_STEP
         )

@@ -64,8 +64,8 @@ def shared_bytes(
     dim_qk: int,
     dim_vo: int,
     element: int,
-    kv_element: int | None = None,
-    exchanged: bool = False,
+    kv_element: int,
+    exchanged: bool,
 ) -> int:
     """A bound on the shared memory of a tile in bytes: the pipeline's buffers, and the exchange of its result.
 
@@ -73,7 +73,7 @@ def shared_bytes(
     have one buffer more. Keys that are computed before the product, rotated or FP8 ones in float32, are ``exchanged``.
     """
     buffers = stages if heads >= 64 else stages - 1
-    tile = kv * (dim_qk + dim_vo) * (kv_element or element) + heads * dim_qk * element
+    tile = kv * (dim_qk + dim_vo) * kv_element + heads * dim_qk * element
     return buffers * tile + 4 * heads * dim_vo + exchanged * kv * dim_qk * element
 
 
@@ -92,18 +92,18 @@ def decode_tile(
     head_dim_qk: int,
     head_dim_vo: int,
     group: int,
-    kv_dtype: torch.dtype | None = None,
-    halves: bool = False,
-    short: int = 0,
+    kv_dtype: torch.dtype,
+    halves: bool,
+    short: int,
 ) -> DecodeTile:
     """The tile for ``group`` query heads per KV head.
 
     Args:
-        kv_dtype: dtype of the cache, that of the query if None.
+        kv_dtype: dtype of the cache.
         halves: keys are loaded in two halves of the head, to be rotated.
         short: :func:`short_stages`.
     """
-    kv_element, parts = (kv_dtype or dtype).itemsize, 2 if halves else 1
+    kv_element, parts = kv_dtype.itemsize, 2 if halves else 1
     dim_part, dim_vo = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim_qk // parts, head_dim_vo))
     dim_qk = parts * dim_part
     largest_dim = max(dim_qk, dim_vo)

@@ -14,7 +14,6 @@ from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
 from attn_ops.ops.fp8_queries import QUERY
 from attn_ops.ops.options import DENSE_DIMS, FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
-from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
 
 CACHES = ("k_cache", "v_cache")
@@ -90,8 +89,7 @@ def _planned(
     op.covered(typed, options)
     op.without_sinks(typed, options)
     op.workspace(workspace, workspace_size(typed), q)
-    planned = PlanProblem.of(typed.problem)
-    return typed, replace(problem, context_ranks=planned.world, tile_rows=planned.tile_rows)
+    return typed, replace(problem, context_ranks=PlanProblem.of(typed.problem).world)
 
 
 def batch_decode(
@@ -194,7 +192,7 @@ def single_prefill(
     if o.mask is not None:
         bits = q.shape[0] * k.shape[DENSE_DIMS[kv_layout].token]
         op.size("mask", "bytes", o.mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
-    return replace(problem, tile_rows=rows_per_tile(problem.num_qo_heads, problem.num_kv_heads))
+    return problem
 
 
 def block_sparse_prefill(
