@@ -44,7 +44,7 @@ MASK_ELEMENTS = 1 << 24
 CONVERTED_ELEMENTS = 1 << 19
 """Elements of the keys that are converted to float32 at a time, unless one KV head has more."""
 
-BFLOAT16_ROWS = 32 if torch.cpu._is_avx512_bf16_supported() else 0
+BFLOAT16_ROWS = 32 if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() else 0
 """Query rows of a KV head for which the kernel reads bfloat16, by instructions that the CPU must have. For more, it is
 faster to convert to float32.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -173,6 +174,17 @@ def test_an_infinite_value_is_left_to_the_reference() -> None:
     actual = setup.run("cpu")
     assert (actual[0][:5, 0, 0] == math.inf).all()
     torch.testing.assert_close(actual, setup.run("reference"), rtol=0, atol=0, equal_nan=True)
+
+
+def test_torch_that_does_not_say_whether_the_cpu_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function is private: without it, calls are computed in float32."""
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    spec = importlib.util.spec_from_file_location("sdpa_of_another_torch", sdpa.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.BFLOAT16_ROWS == 0
 
 
 def test_torch_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
