@@ -50,7 +50,7 @@ DEVICE uint32 atomic_increment(int* counter, uint32 last) {
 
 // ---- Memory -------------------------------------------------------------------------------------------------------
 
-// 16 bytes that are read once: they are not kept in L1.
+// 16 bytes.
 DEVICE Vector load(const void* address) {
   Vector x;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -60,6 +60,7 @@ DEVICE Vector load(const void* address) {
   return x;
 }
 
+// The same of what is read once: it is not kept in L1.
 DEVICE Vector load_streaming(const void* address) {
   Vector x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -94,9 +94,9 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        const float alpha = state.add(logits[n], 1), weight = exp2_approx(logits[n] - finite(state.row_max));
-        sum = {sum.x * alpha + x[n][0] * weight, sum.y * alpha + x[n][1] * weight, sum.z * alpha + x[n][2] * weight,
-               sum.w * alpha + x[n][3] * weight};
+        const float alpha = state.add(logits[n], 1), split_alpha = exp2_approx(logits[n] - finite(state.row_max));
+        sum = {sum.x * alpha + x[n][0] * split_alpha, sum.y * alpha + x[n][1] * split_alpha,
+               sum.z * alpha + x[n][2] * split_alpha, sum.w * alpha + x[n][3] * split_alpha};
       }
     }
     const float norm = state.add_sink(to, head) * state.inverse();

@@ -23,7 +23,8 @@ struct FastDivide {
 
 // Division of packed rows by the group, by a multiplication: with inverse = ceil(2^31 / group), 2 i inverse / 2^32
 // exceeds i / group by less than i / 2^31, so that it has the same integer part while i * group < 2^31. A packed row of
-// a unit with its remainder is less than group + 128, which holds for every group up to kMaxGroup.
+// a unit with its remainder is less than group + 192, the packed rows of three consumers, which holds for every group
+// up to kMaxGroup.
 struct DivideByGroup {
   uint32 inverse;
 

@@ -22,7 +22,7 @@ DEVICE float sum_of_quad(float x) {
 // the largest logit so far. Probabilities are at most 2^threshold.
 constexpr float kRescaleThreshold = 8;
 
-// `row_max` from a KV tile on whose largest logit is `largest`.
+// `row_max` after a KV tile whose largest logit is `largest`.
 DEVICE float next_row_max(float row_max, float largest) {
   return largest <= row_max + kRescaleThreshold ? row_max : largest;
 }

@@ -177,7 +177,8 @@ struct Consumer {
     tally(kTiles);
   }
 
-  // The row of the result, of `width` columns, that has packed row `packed` of the unit; negative if there is none.
+  // Where packed row `packed` of the unit is stored: its number among the rows of `out` or `partial`; -1 if it does not
+  // exist.
   DEVICE int64 result_row(int packed, int row, int count, int slot) const {
     const int tile_row = p.row_of(first_packed + packed), head = first_packed + packed - tile_row * p.heads;
     const bool exists =

@@ -1,4 +1,4 @@
-"""``attn::plan_decode`` with a fixed split size, in one launch: a request is split alike in every batch.
+"""``attn::plan_decode`` with a fixed split size, in one launch: a request has the same splits in every batch.
 
 The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 makes the work list, the others copy page
 numbers. Plans without a fixed split size go to :mod:`.plan_decode`.

@@ -1,4 +1,4 @@
-"""Cut this rank's part out of a page table whose pages are dealt to several ranks: one launch."""
+"""This rank's pages of a page table whose pages are interleaved over several ranks: one launch."""
 
 from __future__ import annotations
 
