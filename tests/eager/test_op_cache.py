@@ -199,6 +199,31 @@ def test_the_key_contains_options_plans_and_grad_mode(cached: tuple[Op, list[Ten
         assert not op(t, plan, causal=True)
 
 
+@pytest.mark.parametrize("takes_tensors", [False, True], ids=["op", "function"])
+def test_the_key_contains_the_numbers_of_a_list(fake_driver: FakeDriver, takes_tensors: bool) -> None:
+    """Not their addresses: once a number is freed, another may get its address."""
+    entries: dict[Any, Any] = {}
+
+    def on_miss(key: Any, args: Any, kwargs: Any) -> bool:
+        entries[key] = lambda *args, **kwargs: True
+        return False
+
+    cache = prepared_call.call_cache(entries, on_miss, on_cuda=True, takes_tensors=takes_tensors)
+    t, window = torch.zeros(4), [1000, 0.5]
+    assert not cache(t, window=window)
+    ((_, *options),) = entries
+    assert any(x is window[0] for x in options)
+    assert cache(t, window=[int("1000"), float("0.5")])
+    assert not cache(t, window=[1001, 0.5])
+
+
+def test_a_list_of_tensors_of_a_function_is_not_cached(fake_driver: FakeDriver) -> None:
+    """Nothing keeps them, and another tensor may get their address."""
+    cache = prepared_call.call_cache({}, lambda key, args, kwargs: key, on_cuda=True, takes_tensors=True)
+    assert cache(torch.zeros(4), [1]) is not None
+    assert cache(torch.zeros(4), [torch.zeros(4)]) is None
+
+
 def test_the_key_contains_capture(fake_driver: FakeDriver) -> None:
     op, t, plan = Op(), torch.ones(4), [torch.zeros(1)]
     assert [op(t, plan), op(t, plan)] == [False, True]

@@ -45,18 +45,19 @@ struct Arguments {
   }
 
   // On CUDA the identity of a plan's tensors is part of the key, so that launches may contain their addresses. Nothing
-  // keeps the tensors of a plan given to a method.
+  // keeps the tensors of a plan given to a method or function.
   void add_plan(PyObject* plan) {
     if (cache.of_method) throw NotCacheable();
-    const bool is_list = PyList_Check(plan);
+    const bool is_list = PyList_Check(plan), by_identity = cache.on_cuda && !cache.takes_tensors;
     const Py_ssize_t size = is_list ? PyList_Size(plan) : PyTuple_Size(plan);
     const size_t tensors_before = num_tensors;
     add_size(Argument::kPlan, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* x = is_list ? PyList_GetItem(plan, i) : PyTuple_GetItem(plan, i);
-      cache.on_cuda ? add_word(reinterpret_cast<uintptr_t>(x)) : add(x);
+      // The key holds other objects than tensors: another one could get their address once they are freed.
+      by_identity && PyObject_TypeCheck(x, torch.tensor) ? add_word(reinterpret_cast<uintptr_t>(x)) : add(x);
     }
-    if (cache.takes_tensors && num_tensors > tensors_before) throw NotCacheable();
+    if ((cache.on_cuda || cache.takes_tensors) && num_tensors > tensors_before) throw NotCacheable();
   }
 
   void add_tensor(PyObject* tensor) {
