@@ -176,7 +176,7 @@ class DecodePlanner(PlannerBase):
             RankError: with ``validate=True`` and a group in ``context``: the ranks have different batches, one
                 of them found an error, or one did not answer in time. Raised on all ranks.
         """
-        self._fill(validate, kv_indptr, kv_indices, kv_last_page_len)
+        self._fill(validate, kv_indptr, self._apart(kv_indices), kv_last_page_len)
         return self.state
 
     @typed
@@ -331,8 +331,8 @@ class PrefillPlanner(PlannerBase):
         holds the offsets of its tokens, and ``kv_indices`` and ``kv_last_page_len`` are left out. The other arguments
         and the errors are those of :meth:`DecodePlanner.plan`.
         """
-        table = self._paged(kv_indptr, kv_indices, kv_last_page_len)
-        self._fill(validate, qo_indptr, kv_indptr, *table)
+        kv_indices, kv_last_page_len = self._paged(kv_indptr, kv_indices, kv_last_page_len)
+        self._fill(validate, qo_indptr, kv_indptr, self._apart(kv_indices), kv_last_page_len)
         return self.state
 
     @typed

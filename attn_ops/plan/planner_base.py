@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, new_caches
 from attn_ops.errors import (
     ArgumentError,
@@ -130,6 +131,16 @@ def _check_apart(storage: Mapping[str, Tensor]) -> None:
         end, before = begin + size, name
 
 
+def _is_shifted(t: Tensor, field: Tensor) -> bool:
+    """Whether ``t``, a vector, overlaps a field of a plan and has elements at other places than it."""
+    if type(t) is not Tensor or t.dim() != 1:
+        return False
+    offset, stride = t.data_ptr() - field.data_ptr(), t.stride(0)
+    if offset == 0 and stride == 1 and t.dtype == field.dtype:
+        return False
+    return -(t.shape[0] * stride * t.itemsize) < offset < field.shape[0] * field.itemsize
+
+
 def validates(validate: bool | None, *tensors: Tensor) -> bool:
     """Whether to check the contents of these tensors: on request, or if all are on the host. Traced ones have none."""
     if validate and not all(map(real, tensors)):
@@ -151,7 +162,7 @@ class PlannerBase:
     cache_pages: int | None
     context: ContextShard | None
     device: torch.device
-    state: Sequence[Tensor]
+    state: DecodePlan | PrefillPlan
     workspace: Tensor
     _prepared: tuple[PreparedCalls, int] | None
 
@@ -188,6 +199,13 @@ class PlannerBase:
 
     def _constants(self) -> Sequence[Tensor]:
         return self.state
+
+    def _apart(self, kv_indices: Tensor) -> Tensor:
+        """``kv_indices``, or a copy of them if planning would write to them while it reads them.
+
+        A traced call needs none: its graph copies what it writes.
+        """
+        return kv_indices.clone() if not is_traced() and _is_shifted(kv_indices, self.state.kv_indices) else kv_indices
 
     def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
         """The call that writes the plan. Contents that are read are read again in every call."""

@@ -282,6 +282,19 @@ def test_later_requests_of_a_batch(device: str) -> None:
     Expected.of([(*part, None) for part in later]).check(wrapper.run(r.q[1:], r.cache()))
 
 
+def test_later_requests_of_a_table_in_the_buffer_of_a_graph() -> None:
+    """The plan moves page numbers within the buffer that it reads them from."""
+    r = Requests((37, 130, 5))
+    indptr, last = (torch.empty(n, dtype=torch.int32, device=DEVICE) for n in (3, 2))
+    indices = torch.zeros(40, dtype=torch.int32, device=DEVICE)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), indptr, indices, last)
+    given = r.table[1]
+    indices[: len(given)] = given
+    wrapper.plan(r.table[0][1:], indices, r.table[2][1:], *r.sizes)
+    later = zip(r.q.split(1)[1:], r.batch.keys[1:], r.batch.values[1:], strict=True)
+    Expected.of([(*part, None) for part in later]).check(wrapper.run(r.q[1:], r.cache()))
+
+
 def test_cuda_graph_mode_fills_the_callers_buffers() -> None:
     r = Requests()
     indptr, last = (torch.empty(n, dtype=torch.int32, device=DEVICE) for n in (5, 4))

@@ -86,6 +86,26 @@ def test_inputs_are_only_read(kind: str) -> None:
     assert all(map(torch.equal, inputs, before))
 
 
+PAGES = 2000
+"""So many that the reference plans them, not the loops for small batches."""
+
+
+@pytest.mark.parametrize("pages", [45, PAGES])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_page_numbers_may_be_any_part_of_the_plan(kind: str, pages: int) -> None:
+    """Of the later requests of the last batch, or the whole field, as a buffer that an engine fills."""
+    storage = torch.arange(PAGES + 10, dtype=torch.int32)
+    sizes: dict[str, Any] = {"page_size": 1, "storage": {"kv_indices": storage[5 : 5 + PAGES]}, **SIZES}
+    planner = DecodePlanner(2, PAGES, **sizes) if kind == "decode" else PrefillPlanner(2, 8, PAGES, **sizes)
+    rows = [] if kind == "decode" else [int32([0, 1])]
+    for view in (storage[5:], storage[25:], storage[:-10], storage[5::2]):
+        storage.copy_(torch.arange(PAGES + 10))
+        given = view[: min(pages, len(view), PAGES)]
+        want = given.clone()
+        planned = planner.plan(*rows, int32([0, len(given)]), given, int32([1]))
+        assert torch.equal(planned.kv_indices[: len(given)], want)
+
+
 @each_kind
 def test_validation_does_not_change_the_plan(kind: str) -> None:
     checked = [t.clone() for t in _planners()[kind].plan(*_inputs(kind), validate=True)]
