@@ -173,8 +173,10 @@ class Wrapper:
         needed = workspace_size(plan)
         if not buffer.is_contiguous():
             fail(ShapeError, where, "the workspace is not contiguous", "a contiguous buffer", "pass a new buffer")
-        memory = buffer.view(-1).view(torch.uint8)
-        start = -memory.data_ptr() % 4
+        with torch.inference_mode(False):  # the views are also written outside of it
+            memory = buffer.view(-1).view(torch.uint8)
+            start = -memory.data_ptr() % 4
+            workspace = memory[start : start + (memory.shape[0] - start) // 4 * 4].view(torch.float32)
         if memory.shape[0] < start + 4 * needed:
             fail(
                 CapacityError,
@@ -183,7 +185,6 @@ class Wrapper:
                 f"at least {start + 4 * needed} bytes for this plan",
                 "pass a larger float_workspace_buffer",
             )
-        workspace = memory[start : start + (memory.shape[0] - start) // 4 * 4].view(torch.float32)
         key = workspace.device, workspace.data_ptr(), workspace.shape[0]
         workspace = _workspaces.setdefault(key, workspace)
         mark_static(workspace)

@@ -229,6 +229,18 @@ def test_wrappers_of_one_workspace_compile_together(dynamic: bool | None) -> Non
         expected.check(out)
 
 
+def test_plans_of_inference_mode_compile_outside_of_it() -> None:
+    memory, r = workspace(), DECODES[0]
+    wrappers = [flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory) for _ in range(2)]
+    with torch.inference_mode():
+        _decode(r, wrappers[0])
+    _decode(r, wrappers[1])
+    for wrapper in wrappers:
+        with torch.no_grad():
+            out = torch.compile(wrapper.run, fullgraph=True, backend="aot_eager")(r.q, r.cache())
+        r.expected().check(out)
+
+
 @pytest.mark.parametrize("masked", ["bools", "packed"])
 def test_batch_pod_with_a_mask(masked: str) -> None:
     # The masks of these requests have 3, 1, 5 and 9 bits, in 5 bytes.
