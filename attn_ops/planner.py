@@ -162,7 +162,8 @@ class DecodePlanner(PlannerBase):
 
         Args:
             kv_indptr: int ``[batch + 1]``; the pages of request b are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
-            kv_indices: int ``[pages]``, page numbers.
+            kv_indices: int ``[pages]``, page numbers. Entries after those of the last request are not used. They need
+                capacity only if the contents are not checked.
             kv_last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
             validate: check the contents too. Default: if everything is on the host. On CUDA tensors
                 this synchronises; without it entries out of range are clamped on the device, so pages and query

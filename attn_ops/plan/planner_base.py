@@ -209,6 +209,10 @@ class PlannerBase:
 
     def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
         """The call that writes the plan. Contents that are read are read again in every call."""
+        *indptrs, indices, last = table
+        if indices.shape[0] > self.max_pages and validates(validate, *table):
+            indices = indices[: int(indptrs[-1][-1])]  # later entries need no capacity
+            table = (*indptrs, indices, last)
         inputs = [t.to(self.device, torch.int32, non_blocking=True) for t in table]
         lengths: dict[str, Tensor] = {}
         if self.context is not None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
-from attn_ops.errors import PlanError
+from attn_ops.errors import CapacityError, PlanError
 from attn_ops.plan import sizing
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.plan_checks import check_plan
@@ -84,6 +84,19 @@ def test_inputs_are_only_read(kind: str) -> None:
     before = [t.clone() for t in inputs]
     _planners()[kind].plan(*inputs)
     assert all(map(torch.equal, inputs, before))
+
+
+@pytest.mark.parametrize("validate", [None, True])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_unused_page_numbers_need_no_capacity_where_contents_are_checked(kind: str, validate: bool | None) -> None:
+    *lengths, indices, last = _inputs(kind)
+    expected = [t.clone() for t in _planners()[kind].plan(*lengths, indices, last)]
+    longer = torch.cat((indices, int32([-1] * 100)))
+    assert all(map(torch.equal, _planners()[kind].plan(*lengths, longer, last, validate=validate), expected))
+    with pytest.raises(CapacityError, match=f"the batch has {len(longer)} pages and the plan capacity for 40"):
+        _planners()[kind].plan(*lengths, longer, last, validate=False)
+    with pytest.raises(CapacityError, match=f"the batch has {len(longer)} pages and the plan capacity for 40"):
+        _planners()[kind].plan(*lengths[:-1], lengths[-1] + int32([0, 0, 0, 0, 100]), longer, last, validate=validate)
 
 
 PAGES = 2000
