@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, dtype_name, fail
 from attn_ops.frontend.arguments import DType, as_dtype
-from attn_ops.frontend.base import reset_workspaces
+from attn_ops.frontend.base import WrapperGroup, reset_workspaces
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.prepared_plan import refuse_tracing
 from attn_ops.ops.options import FP8
@@ -72,7 +72,7 @@ MAX_LEVELS = 1024
 """Page tables of a cascade; each has a plan of its own."""
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(WrapperGroup):
     """Several page tables over one cache, from the most shared to the least; each query row sees one entry of each.
 
     Args:
@@ -227,7 +227,7 @@ def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) 
             fail(ShapeError, where, f"{name} has {len(array)} tensors", f"{num_levels}, one per level", "correct it")
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
     """Decoding for requests that share a prefix, kept as plain tensors, and go on in pages of their own."""
 
     @typed
@@ -277,7 +277,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """Nothing to do: a plan needs no end."""
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
     """Prefill or append for requests that share a prefix, kept as plain tensors. dtypes follow the query."""
 
     @typed

@@ -9,6 +9,7 @@ from torch import Tensor
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import ArgumentError, PlanError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, attention_options, layout, refuse
+from attn_ops.frontend.base import WrapperGroup
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec
@@ -22,7 +23,7 @@ from attn_ops.typed import typed
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
-class PODWithPagedKVCacheWrapper:
+class PODWithPagedKVCacheWrapper(WrapperGroup):
     """One request's prefill over plain keys and values beside a batch's decoding over a paged cache.
 
     Arguments of the constructor and of plan() are those of the decode wrapper; plan() is for the decoding.
@@ -194,7 +195,7 @@ class PODWithPagedKVCacheWrapper:
         """Nothing to do: a plan needs no end."""
 
 
-class BatchPODWithPagedKVCacheWrapper:
+class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
     """A batch of prefills beside a batch of decodes, both over paged caches."""
 
     @typed

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from attn_ops.call import AttentionCall, PlanSource
 from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.eager.startup import prepare
-from attn_ops.errors import CapacityError, DeviceError, PlanError, ShapeError, fail
+from attn_ops.errors import CapacityError, DeviceError, PlanError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import (
     DTypes,
@@ -88,6 +89,10 @@ def buffer(key: str) -> Any:
     return property(value)
 
 
+_PLAN = ("_resizable", "_planned", "_repeatable", "_mask")
+"""Attributes of a wrapper that plan() writes in place."""
+
+
 class Wrapper:
     """Holds a plan between calls.
 
@@ -124,6 +129,15 @@ class Wrapper:
         self._planned: PlannedBatch | None = None
         self._repeatable: RepeatablePlan | None = None
         self._mask: Tensor | None = None
+
+    def __copy__(self) -> Wrapper:
+        """A wrapper of the caller's workspace with a plan of its own."""
+        if self._graph is not None:
+            expected, fix = "one wrapper for its buffers", "make another wrapper, with buffers of its own"
+            fail(UnsupportedError, self._name, "a copy in CUDA-graph mode is not supported", expected, fix)
+        shared = () if self._workspace is None else (self._workspace, self._planned and self._planned.workspace)
+        own = {name: x for name, x in vars(self).items() if name in _PLAN or isinstance(x, Wrapper)}
+        return _with_attributes(self, copy.deepcopy(own, {id(t): t for t in shared}))
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -363,6 +377,25 @@ class Wrapper:
         return AttentionCall(
             where, op, tensors, source, options, output, scales, kv_layout or self._kv_layout, self._backend
         )
+
+
+T = TypeVar("T")
+
+
+def _with_attributes(owner: T, changed: Mapping[str, Any]) -> T:
+    """A shallow copy of ``owner`` with some other attributes."""
+    other = object.__new__(type(owner))
+    vars(other).update({**vars(owner), **changed})
+    return other
+
+
+class WrapperGroup:
+    """Has wrappers as attributes. A copy has copies of them, and so plans of its own."""
+
+    def __copy__(self) -> WrapperGroup:
+        attributes = vars(self).items()
+        own = {name: copy.copy(x) for name, x in attributes if isinstance(x, Wrapper)}
+        return _with_attributes(self, own | {n: list(map(copy.copy, x)) for n, x in attributes if isinstance(x, list)})
 
 
 def reset_workspaces(where: str, buffer: Tensor, *wrappers: Wrapper) -> None:
