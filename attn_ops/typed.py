@@ -129,6 +129,13 @@ def integers(where: str, **values: Any) -> tuple[Any, ...]:
     return tuple(x if isinstance(x, int | torch.SymInt) else int(x) for x in values.values())
 
 
+def flags(where: str, **values: Any) -> None:
+    """Raise the error of :func:`typed` for a value that is no flag: Python takes any value for true or false."""
+    for name, value in values.items():
+        if type(value) is not bool and not _admits(value, bool):
+            _refuse_type(where, _Argument(name, value, bool))
+
+
 def optional_integers(where: str, **values: Any) -> tuple[Any, ...]:
     """:func:`integers`, each of which may be None."""
     return tuple(None if x is None else integers(where, **{name: x})[0] for name, x in values.items())

@@ -61,6 +61,23 @@ def test_a_dense_cache_has_a_row_for_each_request(traced: bool) -> None:
     assert torch.equal(c.k.nan_to_num(), before.nan_to_num())
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("causal", ["True", [1]], ids=repr)
+def test_a_causal_of_another_type_is_refused_before_the_append(causal: Any, rows: int, traced: bool) -> None:
+    c, q, new = DenseCache((9, 5)), query(2, rows, 4, 64), query(2, rows, 2, 64)
+    before = c.k.clone()
+
+    def call(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3, causal=causal)
+
+    run = torch.compile(call, fullgraph=True, backend="eager") if traced else call
+    with pytest.raises(Exception, match=r"causal is .*of type (str|list); expected True or False; pass") as raised:
+        run(q, c.k, c.v, new, new)
+    assert traced or raised.type is errors.ArgumentError
+    assert torch.equal(c.k.nan_to_num(), before.nan_to_num())
+
+
 # --------------------------------------------------------------------------------------------------- cumulative lengths
 
 CUMULATIVE: list[tuple[list[int], str]] = [

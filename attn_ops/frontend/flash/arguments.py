@@ -13,7 +13,7 @@ from attn_ops.frontend.arguments import as_sinks, refuse_listed, renamed
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
-from attn_ops.typed import check_real, integers
+from attn_ops.typed import check_real, flags, integers
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -74,6 +74,7 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
 
     Outside traced code the pair may be a tensor of integers on the host.
     """
+    flags(where, causal=causal)
     if isinstance(window_size, Tensor) and _is_pair_on_host(window_size):
         window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
