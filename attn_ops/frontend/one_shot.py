@@ -24,6 +24,7 @@ from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
+from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 
 ROWS = "[rows, num_qo_heads, head_dim]"
@@ -177,6 +178,7 @@ def block_table_call(
     )
     capacity = block_tables.shape[1] * page_size
     seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q.device, capacity, names.table)
+    check_groups(where, q.shape[1], num_kv_heads, "repeat or regroup the heads, or name the other kv_layout")
     batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys)
     op = "batch_decode" if spec.decode else "batch_prefill"
     return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
@@ -233,6 +235,7 @@ def ragged_call(
     for name, t in (("the query", q), ("the key", k), ("the value", v)):
         ranked(where, name, t, "[rows, heads, head_dim]")
     positive(where, num_qo_heads=q.shape[1])
+    check_groups(where, q.shape[1], k.shape[1])
     spec = PlanSpec(
         decode=False,
         paged=False,

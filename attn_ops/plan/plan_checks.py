@@ -65,15 +65,15 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
         check_kv_tokens(where, capacities.max_pages, problem)
 
 
-def check_groups(where: str, num_qo_heads: int, num_kv_heads: int) -> None:
+def check_groups(where: str, num_qo_heads: int, num_kv_heads: int, fix: str = "repeat or regroup the heads") -> None:
     """Each KV head has as many query heads as the others."""
-    if num_qo_heads % num_kv_heads:
+    if min(num_qo_heads, num_kv_heads) < 1 or num_qo_heads % num_kv_heads:
         fail(
             ShapeError,
             where,
             f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
-            "a query head count that is a multiple of the KV head count",
-            "repeat or regroup the heads",
+            "a query head count that is a multiple of the KV head count, both at least 1",
+            fix,
         )
 
 

@@ -214,6 +214,27 @@ def test_cache_calls(options: dict[str, Any], message: str) -> None:
         cache_call(**moved)
 
 
+@pytest.mark.parametrize("kv_heads", [0, 3])
+def test_query_heads_that_do_not_share_the_kv_heads(kv_heads: int) -> None:
+    """The error comes from the function, before it plans."""
+    kv = torch.ones(2, 9, kv_heads, 64, dtype=torch.float16, device=DEVICE)
+    one, rows = (torch.ones(2, n, 4, 64, dtype=torch.float16, device=DEVICE) for n in (1, 3))
+    offsets = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=DEVICE) for n in (3, 9)]
+    calls: list[Any] = [
+        lambda: flash_attn_func(rows, kv, kv),
+        lambda: flash_attn_varlen_func(rows.flatten(0, 1), kv.flatten(0, 1), kv.flatten(0, 1), *offsets),
+        lambda: flash_attn_varlen_func(rows.flatten(0, 1), kv, kv, *offsets, block_table=offsets[0][:2, None]),
+        lambda: flash_attn_with_kvcache(one, kv, kv, cache_seqlens=3),
+        lambda: flash_attn_with_kvcache(rows, kv, kv, cache_seqlens=3),
+    ]
+    if kv_heads:
+        calls.append(lambda: get_scheduler_metadata(2, 1, 9, 4, kv_heads, 64, 3, device=DEVICE))
+    for call in calls:
+        message = rf"^(flash_attn_\w+|get_scheduler_metadata): 4 query heads do not share {kv_heads} KV heads evenly"
+        with pytest.raises(errors.ShapeError, match=message):
+            call()
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 def test_more_tokens_than_a_cache_holds(paged: bool) -> None:
     """A number and a tensor are refused alike."""

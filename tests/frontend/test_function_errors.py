@@ -19,10 +19,17 @@ QO, KV, LENS = (torch.tensor(t, dtype=torch.int32) for t in ([0, 1, 6, 6, 46], [
 """Lengths of H, on the host."""
 
 
-def context(q: torch.Tensor = H.q, indptr: torch.Tensor = QO, seq_lens: torch.Tensor = LENS) -> Any:
+def cache(kv_heads: int | None) -> Any:
+    """Of H, or of another number of heads."""
+    return H.cache() if kv_heads is None else empty(15, 2, kv_heads, 16, 64)
+
+
+def context(
+    q: torch.Tensor = H.q, indptr: torch.Tensor = QO, seq_lens: torch.Tensor = LENS, kv_heads: int | None = None
+) -> Any:
     tables = H.block_tables(), seq_lens
     return flashinfer.trtllm_batch_context_with_kv_cache(
-        q, H.cache(), workspace(), *tables, 40, 130, 0.1, 1.0, 4, indptr, KV
+        q, cache(kv_heads), workspace(), *tables, 40, 130, 0.1, 1.0, 4, indptr, KV
     )
 
 
@@ -41,8 +48,16 @@ def latent(q: torch.Tensor, indptr: torch.Tensor = QO) -> Any:
     )
 
 
-def deepseek(q: torch.Tensor = H.q, keys: int = 212, qo: torch.Tensor = QO, kv: torch.Tensor = KV) -> Any:
+def deepseek(
+    q: torch.Tensor = H.q,
+    keys: int = 212,
+    qo: torch.Tensor = QO,
+    kv: torch.Tensor = KV,
+    kv_heads: int | None = None,
+) -> Any:
     k, v = (t[:keys] for t in H.ragged())
+    if kv_heads is not None:
+        k = v = empty(keys, kv_heads, 64)
     sizes = 40, 130, 0.1, 1.0, -1, len(qo) - 1, -1
     return flashinfer.trtllm_ragged_attention_deepseek(q, k, v, workspace(), LENS, *sizes, qo, kv, False, True, False)
 
@@ -60,8 +75,9 @@ def cudnn(q: torch.Tensor = H.q, keys: int = 212, **changes: Any) -> Any:
     )
 
 
-def decoding(tables: Any, lens: Any = LENS, **changes: Any) -> Any:
-    return flashinfer.trtllm_batch_decode_with_kv_cache(R.q, H.cache(), workspace(), tables, lens, 130, **changes)
+def decoding(tables: Any, lens: Any = LENS, kv_heads: int | None = None, **changes: Any) -> Any:
+    pages = cache(kv_heads)
+    return flashinfer.trtllm_batch_decode_with_kv_cache(R.q, pages, workspace(), tables, lens, 130, **changes)
 
 
 def deepseek_into(dtype: torch.dtype) -> Any:
@@ -97,6 +113,19 @@ CASES: dict[str, Case] = {
     ),
     "no block tables": (lambda: decoding(None), errors.ArgumentError, "block_tables is missing"),
     "no lengths": (lambda: decoding(TABLES, None), errors.ArgumentError, "seq_lens is missing"),
+    **{
+        f"{heads} KV heads {op}": (
+            call,
+            errors.ShapeError,
+            f"{name}: 4 query heads do not share {heads} KV heads evenly",
+        )
+        for heads in (0, 3)
+        for op, name, call in (
+            ("decode", "trtllm_batch_decode_with_kv_cache", lambda n=heads: decoding(TABLES, kv_heads=n)),
+            ("context", "trtllm_batch_context_with_kv_cache", lambda n=heads: context(kv_heads=n)),
+            ("ragged", "trtllm_ragged_attention_deepseek", lambda n=heads: deepseek(kv_heads=n)),
+        )
+    },
     "no rows a request": (
         lambda: decoding(TABLES, q_len_per_req=0),
         errors.OptionError,

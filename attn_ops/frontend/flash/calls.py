@@ -23,6 +23,7 @@ from attn_ops.frontend.one_shot import unplanned_call
 from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
+from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.symbolic_sizes import at_most
 
@@ -160,6 +161,7 @@ def dense_attention(
                 "make them agree",
             )
     positive(where, num_heads=q.shape[2])
+    check_groups(where, q.shape[2], k.shape[2])
     q, k = with_latents(where, q, k, v, qv)
     result = Result((batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -198,6 +200,7 @@ def varlen_attention(
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
     positive(where, num_heads=q.shape[1])
+    check_groups(where, q.shape[1], k.shape[1])
     batch = requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     q, k = with_latents(where, q, k, v, qv)
     device, result = q.device, Result(None, return_lse, out)

@@ -14,6 +14,7 @@ from attn_ops.frontend.flash.cache_checks import check_tables, one_of
 from attn_ops.frontend.flash.metadata import MISSING, NO_ROOM, NO_TOTALS, SchedulerMetadata
 from attn_ops.frontend.flash.plan_spec import runs_decode, spec_of_sizes
 from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.plan.plan_checks import check_groups
 from attn_ops.typed import integers, optional_integers, typed
 
 
@@ -75,6 +76,7 @@ def get_scheduler_metadata(
     where = "get_scheduler_metadata"
     chunk = arguments.chunk_of(where, attention_chunk)
     positive(where, batch_size=batch_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv, headdim=headdim)
+    check_groups(where, num_heads_q, num_heads_kv)
     max_seqlen_q, max_seqlen_k, max_seqlen_k_new = integers(
         where, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, max_seqlen_k_new=max_seqlen_k_new
     )

@@ -25,7 +25,7 @@ from attn_ops.errors import (
 from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, PAGED_DIMS, AttentionOptions, bounded
-from attn_ops.plan.plan_checks import check_plan
+from attn_ops.plan.plan_checks import check_groups, check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
 from attn_ops.symbolic_sizes import guard_or_false, overlapping_dim
 
@@ -120,13 +120,7 @@ class OpChecker:
             self.fail(OptionError, f"kv_layout is {kv_layout}", "NHD or HND", "pass one of the two")
 
     def heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
-        if min(num_qo_heads, num_kv_heads) < 1 or num_qo_heads % num_kv_heads:
-            self.fail(
-                ShapeError,
-                f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
-                "a query head count that is a multiple of the KV head count, both at least 1",
-                "repeat or regroup the heads, or name the other kv_layout",
-            )
+        check_groups(self.name, num_qo_heads, num_kv_heads, "repeat or regroup the heads, or name the other kv_layout")
 
     def options(self, q: Tensor, o: AttentionOptions) -> None:
         bounded(self.name, o)
