@@ -201,8 +201,8 @@ def _type_error(
 def _value_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
     """The error of the first argument of a failed call that has a value of the right type which nothing takes.
 
-    An integer beyond 64 bits, a device that this machine lacks, or a tensor that is sparse or complex, that has no
-    dimensions or is on ``meta``.
+    An integer beyond 64 bits, a device that this machine lacks, or a tensor that is nested, sparse or complex, that has
+    no dimensions or is on ``meta``.
     """
     for name, value in _devices(function, args, kwargs):
         lacks = _unavailable(value)
@@ -276,6 +276,9 @@ def _unavailable(device: Any) -> str:
 
 def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
     for leaf in leaves:
+        if leaf.value.is_nested:  # strided ones, too, which have no sizes
+            fix = f"pass torch.cat({leaf.name}.unbind()), or {leaf.name}.to_padded_tensor(0)"
+            fail(ArgumentError, where, f"{leaf.name} is a nested tensor", "a strided tensor", fix)
         if leaf.value.layout is not torch.strided:
             layout = str(leaf.value.layout).removeprefix("torch.")
             fail(ArgumentError, where, f"{leaf.name} is {layout}", "a strided tensor", f"pass {leaf.name}.to_dense()")
@@ -301,6 +304,8 @@ def _refuse_type(where: str, wrong: _Argument) -> None:
     fix = f"pass {expected.partition(' or ')[0] if annotation is not bool else expected}"
     if value is None:
         shown, fix = "None", f"pass {name}"
+    elif isinstance(value, Tensor) and value.is_nested:
+        shown = "a nested tensor"
     elif isinstance(value, Tensor):
         shown = f"a tensor {list(value.shape)}"
         fix = f"pass {name}.item()" if value.numel() == 1 and _admits(1, annotation) else fix

@@ -17,12 +17,13 @@ import pytest
 import torch
 from helpers.argument_types import ALL, _kinds, parameters
 from helpers.surfaces.base import Surface
+from helpers.wrapper_requests import DEVICE, int32, workspace
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import attn_ops as flashinfer
 from attn_ops import errors, exports
-from attn_ops.flash_attn import get_scheduler_metadata
+from attn_ops.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -135,6 +136,33 @@ def test_values_of_the_right_type_that_nothing_takes() -> None:
     attention = next(surface for surface in ALL if surface.name == "attention")
     with pytest.raises(errors.ArgumentError, match="causal is None; expected True or False"):
         attention.outcome("plan", causal=None)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused(layout: torch.layout) -> None:
+    """Its sizes raise PyTorch's internal error."""
+    wrapper, parts = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()), (torch.zeros(2, 4, 64),) * 2
+    nested = torch.nested.nested_tensor(list(parts), layout=layout, device=DEVICE)
+    one, cache = torch.zeros(2, 4, 64, device=DEVICE), torch.zeros(2, 2, 16, 4, 64, device=DEVICE)
+    table = int32(0, 1, 2), int32(0, 1), int32(3, 4)
+    wrapper.plan(*table, 4, 4, 64, 16, q_data_type=torch.float32)
+    calls: dict[str, Any] = {
+        "q": lambda: wrapper.run(nested, cache),
+        "paged_kv_cache[1]": lambda: wrapper.run(one, (cache[:, 0], nested)),
+        "out": lambda: wrapper.run(one, cache, out=nested),
+        "indptr": lambda: wrapper.plan(nested, *table[1:], 4, 4, 64, 16),
+        "k": lambda: flashinfer.single_prefill_with_kv_cache(one, nested, one),
+        "cache_seqlens": lambda: flash_attn_with_kvcache(one[:, None], *cache.unbind(1), cache_seqlens=nested),
+        "v_a": lambda: flashinfer.merge_state(nested, one[..., 0], one, one[..., 0]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(errors.ArgumentError) as raised:
+            call()
+        fix = f"pass torch.cat({name}.unbind()), or {name}.to_padded_tensor(0)"
+        assert f": {name} is a nested tensor; expected a strided tensor; {fix}" in str(raised.value)
+    with pytest.raises(errors.ArgumentError, match="causal is a nested tensor; expected True or False"):
+        flashinfer.single_prefill_with_kv_cache(one, one, one, causal=nested)
 
 
 PASSED_ON = {
