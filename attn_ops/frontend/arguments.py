@@ -13,6 +13,7 @@ from attn_ops.errors import (
     ArgumentError,
     DeviceError,
     DTypeError,
+    GradientError,
     OptionError,
     ShapeError,
     UnsupportedError,
@@ -118,6 +119,13 @@ def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:
     return t
 
 
+def refuse_grad(where: str, name: str, t: Tensor) -> None:
+    """Refuse a tensor that requires grad, where grad mode is on: the ops have no backward."""
+    if t.requires_grad and torch.is_grad_enabled():
+        fix = f"call under torch.no_grad() or detach {name}"
+        fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", fix)
+
+
 def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
     """``t`` has as many dimensions as ``dims`` names, such as ``"[rows, heads, head_dim]"``."""
     if t.dim() != dims.count(",") + 1:
@@ -217,6 +225,7 @@ def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") 
         sinks = sinks[0]
     if not isinstance(sinks, Tensor):
         fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+    refuse_grad(where, name, sinks)
     if sinks.dim() == 2:
         sinks = sinks.flatten()
     if sinks.is_complex():

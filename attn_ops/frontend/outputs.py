@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, DTypeError, GradientError, OptionError, ShapeError, dtype_name, fail, shape_of
-from attn_ops.frontend.arguments import output_dtype
+from attn_ops.errors import DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
+from attn_ops.frontend.arguments import output_dtype, refuse_grad
 from attn_ops.ops.options import FP8
 from attn_ops.symbolic_sizes import overlapping_dim
 
@@ -151,8 +151,7 @@ def check_buffer(
         )
     if buffer.device != device:
         fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
-    if buffer.requires_grad and torch.is_grad_enabled():
-        fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", f"detach {name}")
+    refuse_grad(where, name, buffer)
     dim = overlapping_dim(buffer)
     if dim is not None:
         fail(

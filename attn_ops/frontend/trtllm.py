@@ -24,6 +24,7 @@ from attn_ops.frontend.arguments import (
     positive,
     ranked,
     refuse,
+    refuse_grad,
     refuse_sparse,
     required,
 )
@@ -238,6 +239,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if bmm1_scale_log2 is not None:
         check_real(where, "bmm1_scale_log2", bmm1_scale_log2)
+        refuse_grad(where, "bmm1_scale_log2", bmm1_scale_log2)
         bmm1_scale = bmm1_scale_log2.float() * math.log(2)
     call = _Decode(
         where,

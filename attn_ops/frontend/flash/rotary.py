@@ -10,13 +10,13 @@ from torch import Tensor
 from attn_ops.errors import (
     ArgumentError,
     DTypeError,
-    GradientError,
     PageTableError,
     ShapeError,
     dtype_name,
     fail,
     shape_of,
 )
+from attn_ops.frontend.arguments import refuse_grad
 from attn_ops.plan.page_table import seen
 
 
@@ -52,9 +52,7 @@ class Rotary(NamedTuple):
                 )
             if not t.is_floating_point():
                 fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "float", "convert it")
-            if torch.is_grad_enabled() and t.requires_grad:
-                expected, fix = "inference, there is no backward", f"call under torch.no_grad() or detach {name}"
-                fail(GradientError, where, f"{name} requires grad", expected, fix)
+            refuse_grad(where, name, t)
         return cls(cos.to(device), sin.to(device), interleaved)
 
     def check(self, where: str, positions: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Complex scales are refused in the same words, eager and traced: a conversion to float32 would drop a part of them."""
+"""Complex scales, and those that require grad, are refused in the same words, eager and traced.
+
+A conversion to float32 would drop a part of complex ones, and the op would name another argument, or none.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +67,36 @@ def test_complex_scales_are_refused(function: str, name: str, traced: bool) -> N
     with pytest.raises(Exception, match=re.escape(message)) as raised:
         call(**{name: torch.ones((), dtype=torch.complex64, device=DEVICE)})
     assert traced or raised.type is errors.DTypeError
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize(("function", "name"), CASES)
+def test_scales_that_require_grad_are_refused(function: str, name: str, traced: bool) -> None:
+    call, scale = CASES[function, name](), torch.ones((), device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        call(**{name: scale})
+    if traced:
+        call = torch.compile(call, fullgraph=True, backend="eager")
+    message = f"{function}: {name} requires grad; expected inference, there is no backward; call under torch.no_grad()"
+    with pytest.raises(Exception, match=re.escape(message)) as raised:
+        call(**{name: scale})
+    assert traced or raised.type is errors.GradientError
+
+
+def test_scales_of_an_fp8_query_that_require_grad() -> None:
+    """Those of the values multiply the output, which the op does not see."""
+    q, k, scale = (t.to(DEVICE) for t in (torch.ones(3, 4, 64), torch.ones(9, 2, 64), torch.ones(2)))
+    q, k, scale = q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn), scale.requires_grad_()
+    for name in ("scale_k", "scale_v"):
+        with pytest.raises(errors.GradientError, match=f"single_prefill_with_kv_cache: {name} requires grad"):
+            flashinfer.single_prefill_with_kv_cache(q, k, k, o_dtype=torch.float16, **{name: scale})
+    dense = q[None], k[None], k[None]
+    for name in ("k_descale", "v_descale"):
+        with pytest.raises(errors.GradientError, match=f"flash_attn_func: {name} requires grad"):
+            flash_attn.flash_attn_func(*dense, **{name: scale[None]})
+
+
+def test_sinks_that_require_grad() -> None:
+    sinks, one = torch.ones(4, device=DEVICE, requires_grad=True), torch.ones(1, 3, 4, 64, device=DEVICE)
+    with pytest.raises(errors.GradientError, match="flash_attn_func: s_aux requires grad"):
+        flash_attn.flash_attn_func(one, one, one, s_aux=sinks)
