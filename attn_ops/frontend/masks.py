@@ -11,7 +11,16 @@ import math
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, CapacityError, DTypeError, ShapeError, dtype_name, fail, shape_of
+from attn_ops.errors import (
+    ArgumentError,
+    CapacityError,
+    DTypeError,
+    PageTableError,
+    ShapeError,
+    dtype_name,
+    fail,
+    shape_of,
+)
 from attn_ops.frontend.arguments import required
 from attn_ops.plan.page_table import PageTable, real
 from attn_ops.plan.state import PrefillPlan
@@ -198,7 +207,7 @@ def multi_item_mask(
     if any(mask is not None for mask in masks):
         fail(ArgumentError, where, "items and a mask are both given", "one of them", "drop one")
     qo_lens, kv_lens = table.lengths(page_size)
-    prefixes = prefix_len.cpu().long().flatten()
+    prefixes = _host_numbers(where, "prefix_len_ptr", prefix_len)
     if prefixes.shape != kv_lens.shape:
         fail(
             ShapeError,
@@ -207,10 +216,13 @@ def multi_item_mask(
             f"{kv_lens.shape[0]}, one per request",
             "correct it",
         )
-    places = token_pos_in_items.cpu().long().flatten()
+    places = _host_numbers(where, "token_pos_in_items_ptr", token_pos_in_items)
     stride = token_pos_in_items_len or places.shape[0]
     parts = []
     for b, (rows, tokens, prefix) in enumerate(zip(*(t.tolist() for t in (qo_lens, kv_lens, prefixes)), strict=True)):
+        if not 0 <= prefix <= tokens:
+            expected = f"0 to {tokens}, the tokens of the request"
+            fail(PageTableError, where, f"prefix_len_ptr[{b}] is {prefix}", expected, "correct it")
         place = places[b * stride : (b + 1) * stride]
         if place.shape[0] < tokens - prefix:
             fail(
@@ -222,6 +234,13 @@ def multi_item_mask(
             )
         parts.append(_visible(rows, tokens, prefix, place.to(device)).flatten())
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool, device=device)
+
+
+def _host_numbers(where: str, name: str, t: Tensor) -> Tensor:
+    """``t`` of any integer dtype as int64, flat and on the host."""
+    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+        fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "an integer dtype", "convert it")
+    return t.cpu().long().flatten()
 
 
 def _visible(rows: int, tokens: int, prefix: int, place: Tensor) -> Tensor:

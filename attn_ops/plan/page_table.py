@@ -101,8 +101,7 @@ class PageTable(NamedTuple):
         Unused page numbers precede the first request if ``kv_indptr`` does not start at 0, as for the later requests
         of a larger batch.
         """
-        tables, kv_indptr = self, self.kv_indptr.cpu()
-        check_indptr("kv_indptr", kv_indptr, later=self.kv_indices is not None)
+        tables, (kv_indptr, qo_indptr) = self, self._host_indptrs()
         if self.kv_indices is not None:
             check_entries(kv_indptr, self.kv_indices)
             first = int(kv_indptr[0])
@@ -110,9 +109,7 @@ class PageTable(NamedTuple):
                 tables = self._replace(kv_indptr=self.kv_indptr - first, kv_indices=self.kv_indices[first:])
                 kv_indptr = kv_indptr - first
         steps, batch, rows = kv_indptr.long().diff(), kv_indptr.shape[0] - 1, kv_indptr.shape[0] - 1
-        if self.qo_indptr is not None:
-            qo_indptr = self.qo_indptr.cpu()
-            check_indptr("qo_indptr", qo_indptr)
+        if qo_indptr is not None:
             rows = int(qo_indptr[-1])
         if tables.kv_indices is None:
             return tables, BatchSize(batch, rows, 0, _largest(steps), keys=int(kv_indptr[-1]))
@@ -132,11 +129,22 @@ class PageTable(NamedTuple):
 
     def lengths(self, page_size: int) -> tuple[Tensor, Tensor]:
         """``(qo_len, kv_len)``, int64 ``[batch]`` on the host: query rows and KV tokens of each request."""
-        kv_steps = self.kv_indptr.cpu().long().diff()
-        qo = torch.ones_like(kv_steps) if self.qo_indptr is None else self.qo_indptr.cpu().long().diff()
+        kv_indptr, qo_indptr = self._host_indptrs()
+        kv_steps = kv_indptr.long().diff()
+        qo = torch.ones_like(kv_steps) if qo_indptr is None else qo_indptr.long().diff()
         if self.kv_last_page_len is None:
             return qo, kv_steps
         return qo, kv_lengths(kv_steps, self.kv_last_page_len.cpu(), page_size)
+
+    def _host_indptrs(self) -> tuple[Tensor, Tensor | None]:
+        """``kv_indptr`` and ``qo_indptr`` on the host, checked."""
+        kv_indptr = self.kv_indptr.cpu()
+        check_indptr("kv_indptr", kv_indptr, later=self.kv_indices is not None)
+        if self.qo_indptr is None:
+            return kv_indptr, None
+        qo_indptr = self.qo_indptr.cpu()
+        check_indptr("qo_indptr", qo_indptr)
+        return kv_indptr, qo_indptr
 
 
 def kv_lengths(pages: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from frontend.test_decode import CACHES, GQA
 from helpers.oracle import Expected
-from helpers.wrapper_requests import DEVICE, Requests, ln, sink_variant, workspace
+from helpers.wrapper_requests import DEVICE, Requests, int32, ln, sink_variant, workspace
 
 import attn_ops as flashinfer
 from attn_ops import errors
@@ -158,6 +158,18 @@ def visible(i: int, j: int, prefix: int, lengths: tuple[int, ...]) -> bool:
         ({"token_pos_in_items_len": 5}, errors.ShapeError, "has 5 tokens of request 0; expected 6, those after"),
         ({"token_pos_in_items_len": 4}, errors.ShapeError, "has 4 tokens of request 0; expected 6, those after"),
         ({"custom_mask": torch.ones(48, dtype=torch.bool)}, errors.ArgumentError, "items and a mask are both given"),
+        ({"prefix_len_ptr": torch.tensor([2, 9])}, errors.PageTableError, r"prefix_len_ptr\[1\] is 9; expected 0 to 8"),
+        ({"prefix_len_ptr": torch.tensor([-1, 2])}, errors.PageTableError, r"prefix_len_ptr\[0\] is -1; expected 0 to"),
+        (
+            {"prefix_len_ptr": torch.tensor([2.5, 2.0])},
+            errors.DTypeError,
+            "prefix_len_ptr is float32; expected an integer dtype",
+        ),
+        (
+            {"token_pos_in_items_ptr": torch.full((12,), 0.5)},
+            errors.DTypeError,
+            "token_pos_in_items_ptr is float32; expected an integer dtype",
+        ),
     ],
 )
 def test_wrong_multi_item_arguments(changes: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -169,6 +181,18 @@ def test_wrong_multi_item_arguments(changes: dict[str, Any], error: type[Excepti
     }
     with pytest.raises(error, match=words):
         Call("ragged", r, **{**items, **changes})
+
+
+@pytest.mark.parametrize("name", ["qo_indptr", "kv_indptr"])
+@pytest.mark.parametrize("masked", ["custom_mask", "items"])
+def test_offsets_are_checked_before_the_mask_that_they_measure(name: str, masked: str) -> None:
+    options: dict[str, Any] = {"custom_mask": torch.ones(15, dtype=torch.bool)}
+    if masked == "items":
+        options = {"prefix_len_ptr": int32(2, 2), "token_pos_in_items_ptr": int32(0, 0)}
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    given = {"qo_indptr": int32(0, 3, 6), "kv_indptr": int32(0, 3, 6), name: int32(0, 3, 1)}
+    with pytest.raises(errors.PageTableError, match=f"{name} falls from 3 to 1 at request 1"):
+        wrapper.plan(*given.values(), 4, 2, 64, **options)
 
 
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
