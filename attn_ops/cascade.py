@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, dtype_name, fail
 from attn_ops.frontend.arguments import DType, as_dtype
+from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.base import WrapperGroup, reset_workspaces
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.prepared_plan import refuse_tracing
@@ -204,21 +205,13 @@ class MultiLevelCascadeAttentionWrapper(WrapperGroup):
         states = [level.run(q, paged_kv_cache, return_lse=True) for level in self._levels]
         if len(states) == 1:
             return states[0][0]
-        return merge_states(_stack([v for v, _ in states]), _stack([s for _, s in states]))[0]
+        v, s = (joined(torch.stack, parts, 1) for parts in zip(*states, strict=True))
+        return merge_states(v, s)[0]
 
     forward = run
 
     def end_forward(self) -> None:
         """Nothing to do: a plan needs no end."""
-
-
-def _stack(states: list[Tensor]) -> Tensor:
-    """``[rows, states, ...]``. Autocast, which refuses to stack float16 in a bfloat16 region, is off."""
-    device = states[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return torch.stack(states, 1)
-    with torch.autocast(device, enabled=False):
-        return torch.stack(states, 1)
 
 
 def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.calls import MAKERS, arguments, observed
+from helpers.flash_requests import DenseCache, dense
 from helpers.surfaces import SURFACES
 from helpers.surfaces.base import Surface
 from helpers.wrapper_requests import DEVICE
 from torch.utils import _pytree as pytree
+
+from attn_ops.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -52,6 +55,24 @@ def test_a_public_function_under_autocast(surface: Surface, region: torch.dtype)
     expected = _tensors(surface.outcome())
     with torch.autocast(DEVICE, dtype=region):
         actual = _tensors(surface.outcome())
+    _assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("region", LOWER, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOWER], ids=str)
+def test_functions_of_flash_attention_under_autocast(dtype: torch.dtype, region: torch.dtype) -> None:
+    """They join latents to queries, and rotated columns to the others."""
+    q, k, v = (t.to(dtype) for t in dense(2, 3, 9))
+    cache, table = DenseCache((9, 5), dtype=dtype), torch.randn(64, 8, device=DEVICE)
+
+    def results() -> list[torch.Tensor]:
+        caches, new = (cache.k.clone(), cache.v.clone()), (k[:, :1], v[:, :1])
+        rotary = {"rotary_cos": table, "rotary_sin": table, "cache_seqlens": cache.cache_seqlens}
+        return [flash_attn_func(q, k, v, qv=q), flash_attn_with_kvcache(q[:, :1], *caches, *new, **rotary), *caches]
+
+    expected = results()
+    with torch.autocast(DEVICE, dtype=region):
+        actual = results()
     _assert_same(expected, actual)
 
 

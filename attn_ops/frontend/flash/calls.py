@@ -14,6 +14,7 @@ from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import DTypeError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import positive, ranked
+from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
@@ -119,7 +120,7 @@ def with_latents(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None)
             fail(DTypeError, where, f"{name} is {part.dtype} with qv", expected, "convert it")
     if v.shape[:-1] != k.shape[:-1]:
         fail(ShapeError, where, f"v is {shape_of(v)}", f"{shape_of([*k.shape[:-1], v.shape[-1]])}, as k", "correct it")
-    return torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    return joined(torch.cat, (q, qv), -1), joined(torch.cat, (k, v), -1)
 
 
 def ragged_metadata(

@@ -17,6 +17,7 @@ from attn_ops.errors import (
     shape_of,
 )
 from attn_ops.frontend.arguments import refuse_grad
+from attn_ops.frontend.autocast import joined
 from attn_ops.plan.page_table import seen
 
 
@@ -79,4 +80,4 @@ class Rotary(NamedTuple):
             first, second = rotated.split(half, -1)
         pair = first * cos - second * sin, second * cos + first * sin
         out = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
-        return torch.cat((out.to(x.dtype), rest), -1)
+        return joined(torch.cat, (out.to(x.dtype), rest), -1)
