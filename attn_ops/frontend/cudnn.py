@@ -180,7 +180,7 @@ def _no_offsets(where: str, **offsets: Tensor | None) -> None:
 
 def _check_longest(where: str, seq_lens: Tensor, most: int) -> None:
     """Every row has a place in a padded LSE, as far as that can be seen."""
-    longest = int(seq_lens.max()) if seen(seq_lens) and seq_lens.numel() else 0
+    longest = int(seq_lens.long().max()) if seen(seq_lens) and seq_lens.numel() else 0
     if longest > most:
         fail(
             ShapeError,

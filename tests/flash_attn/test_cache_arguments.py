@@ -213,6 +213,17 @@ def test_rows_that_a_dense_cache_does_not_have(lens: Any, place: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint16, torch.int8, torch.int16, torch.int64], ids=str)
+def test_rows_of_a_cache_have_any_integer_dtype(dtype: torch.dtype) -> None:
+    c, q = DenseCache((9, 5, 3)), query(2, 1, 4, 64)
+    rows, lens = torch.tensor([2, 0]).to(dtype).to(DEVICE), torch.tensor([3, 9], device=DEVICE)
+    want = flash_attn_with_kvcache(q, c.k, c.v, cache_seqlens=lens, cache_batch_idx=rows.int())
+    made = get_scheduler_metadata(2, 1, 40, 4, 2, 64, lens, cache_batch_idx=rows)
+    for given in ({}, {"scheduler_metadata": made}):
+        out = flash_attn_with_kvcache(q, c.k, c.v, cache_seqlens=lens, cache_batch_idx=rows, **given)
+        torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
 @on_cpu
 def test_varlen_pages_that_the_cache_does_not_have() -> None:
     r = Requests((37, 20), (3, 4))

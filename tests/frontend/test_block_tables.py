@@ -386,10 +386,11 @@ def test_a_batch_of_no_requests(name: str, width: int) -> None:
 
 @pytest.mark.parametrize("rows", [(1, 5, 0, 40), (0, 0, 0, 0)])
 @pytest.mark.parametrize("paged", [True, False])
-def test_cudnn_prefill_pads_lse(paged: bool, rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32], ids=str)
+def test_cudnn_prefill_pads_lse(dtype: torch.dtype, paged: bool, rows: tuple[int, ...]) -> None:
     r = Requests((70, 3, 9, 130), rows, kv_layout="HND")
     lse = torch.full((4, 40, 4), math.nan, device=DEVICE)
-    out, got = _cudnn_prefill(r, paged, torch.tensor(r.qo_lens, device=DEVICE), lse=lse)
+    out, got = _cudnn_prefill(r, paged, torch.tensor(r.qo_lens).to(dtype).to(DEVICE), lse=lse)
     assert got is lse
     r.expected(causal=True).check(out, torch.cat([x[:n] for x, n in zip(lse, rows, strict=True)]))
     assert all(x[n:].isnan().all() for x, n in zip(lse, rows, strict=True))

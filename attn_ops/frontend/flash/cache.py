@@ -217,10 +217,11 @@ class CacheBatch(NamedTuple):
         host = self._replace(device=torch.device("cpu"))
         if self.cache_batch_idx is not None:
             rows, what = (self.places, "cache") if self.table is None else (self.table.shape[0], "block table")
-            wrong = (self.cache_batch_idx < 0) | (self.cache_batch_idx >= rows)
+            row = self.cache_batch_idx.long()  # PyTorch compares no uint32, and int16 within its range alone
+            wrong = (row < 0) | (row >= rows)
             if wrong.any():
                 b = int(wrong.nonzero()[0])
-                shown, expected = f"cache_batch_idx[{b}] is {int(self.cache_batch_idx[b])}", f"0 to {rows - 1}"
+                shown, expected = f"cache_batch_idx[{b}] is {int(row[b])}", f"0 to {rows - 1}"
                 fail(PageTableError, where, shown, f"a row of the {what}, {expected}", f"pass rows of this {what}")
         table = host.block_table(where)
         capacity = table.shape[1] * self.spec.page_size
