@@ -17,7 +17,7 @@ from attn_ops.frontend.prepared_plan import refuse_tracing
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import index
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from attn_ops.typed import typed
+from attn_ops.typed import check_real, typed
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -36,7 +36,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
     Two empty states, LSE -inf, give 0 and -inf.
     """
-    return torch.ops.attn.merge_state(v_a, s_a.float(), v_b, s_b.float())
+    return torch.ops.attn.merge_state(v_a, _lse("merge_state", "s_a", s_a), v_b, _lse("merge_state", "s_b", s_b))
 
 
 @typed
@@ -53,20 +53,28 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
             "float32, since it is written",
             "convert it first",
         )
-    torch.ops.attn.merge_state_in_place(v, s, v_other, s_other.float(), None if mask is None else mask.contiguous())
+    s_other = _lse("merge_state_in_place", "s_other", s_other)
+    torch.ops.attn.merge_state_in_place(v, s, v_other, s_other, None if mask is None else mask.contiguous())
 
 
 @typed
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Over the second dimension: ``v [rows, states, heads, head_dim]``, ``s [rows, states, heads]``."""
-    return torch.ops.attn.merge_states(v, s.float())
+    return torch.ops.attn.merge_states(v, _lse("merge_states", "s", s))
 
 
 @typed
 def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
     """Row r of the result merges states ``indptr[r]`` to ``indptr[r + 1]`` of ``v [states, heads, head_dim]``."""
-    offsets = index("variable_length_merge_states", "indptr", indptr).to(v.device)
-    return torch.ops.attn.merge_states_varlen(v, s.float(), offsets)
+    where = "variable_length_merge_states"
+    offsets = index(where, "indptr", indptr).to(v.device)
+    return torch.ops.attn.merge_states_varlen(v, _lse(where, "s", s), offsets)
+
+
+def _lse(where: str, name: str, s: Tensor) -> Tensor:
+    """LSEs of any real dtype as float32."""
+    check_real(where, name, s)
+    return s.float()
 
 
 MAX_LEVELS = 1024

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, PageTableError, dtype_name, fail, shape_of
+from attn_ops.errors import ArgumentError, DeviceError, PageTableError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
+from attn_ops.frontend.outputs import refuse_overlap
 from attn_ops.plan.page_table import INT32_MAX, index, seen
+from attn_ops.plan.page_table_checks import check_indptr
 from attn_ops.typed import integers, typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
@@ -34,10 +36,14 @@ def get_batch_indices_positions(
     integers(where, nnz=nnz)
     indptr = index(where, "append_indptr", append_indptr)
     lengths = index(where, "seq_lens", seq_lens).to(indptr.device)
+    if seen(indptr):
+        check_indptr("append_indptr", indptr, where, later=True)
     found = torch.ops.attn.batch_indices_positions(indptr, lengths, nnz)
     given = {"batch_indices": batch_indices, "positions": positions}
     for name, buffer in given.items():
-        if buffer is not None and (buffer.dtype != torch.int32 or tuple(buffer.shape) != (nnz,)):
+        if buffer is None:
+            continue
+        if buffer.dtype != torch.int32 or tuple(buffer.shape) != (nnz,):
             fail(
                 ArgumentError,
                 where,
@@ -45,6 +51,10 @@ def get_batch_indices_positions(
                 f"int32 [{nnz}]",
                 "pass such a buffer, or none",
             )
+        if buffer.is_meta and not indptr.is_meta:
+            expected = f"{indptr.device}, where append_indptr is"
+            fail(DeviceError, where, f"{name} is on meta, without contents", expected, "move it")
+        refuse_overlap(where, name, buffer)
     first, second = (t if buffer is None else buffer.copy_(t) for t, buffer in zip(found, given.values(), strict=True))
     return first, second
 

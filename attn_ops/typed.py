@@ -132,7 +132,7 @@ def integers(where: str, **values: Any) -> tuple[Any, ...]:
 def flags(where: str, **values: Any) -> None:
     """Raise the error of :func:`typed` for a value that is no flag: Python takes any value for true or false."""
     for name, value in values.items():
-        if type(value) is not bool and not _admits(value, bool):
+        if type(value) is not bool and (value is None or not _admits(value, bool)):
             _refuse_type(where, _Argument(name, value, bool))
 
 

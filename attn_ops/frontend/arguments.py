@@ -225,6 +225,7 @@ def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") 
         sinks = sinks[0]
     if not isinstance(sinks, Tensor):
         fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
+    given_tensor(where, name, sinks, device)
     refuse_grad(where, name, sinks)
     if sinks.dim() == 2:
         sinks = sinks.flatten()

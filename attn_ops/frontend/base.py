@@ -40,7 +40,7 @@ from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits, power_of_two_from
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
-from attn_ops.typed import typed
+from attn_ops.typed import flags, typed
 
 SCALES_BY_POSITION = ("k_scale", "v_scale")
 SINK_BY_POSITION = ("sinks", "sm_scale")
@@ -227,6 +227,7 @@ class Wrapper:
         sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
         positive(where, **{size: getattr(spec, size) for size in sizes})
         check_groups(where, spec.num_qo_heads, spec.num_kv_heads)
+        flags(where, causal=options.causal)  # which a mask takes the place of, and no other check reads then
         mask = None
         if custom_mask is not None or packed_custom_mask is not None:
             lengths = table.lengths(spec.page_size)

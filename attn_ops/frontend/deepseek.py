@@ -73,7 +73,7 @@ def _decode(
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
-    workspace_buffer: Tensor,
+    workspace_buffer: Tensor | None,
     qk_nope_head_dim: int,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
@@ -165,7 +165,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
 def xqa_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
-    workspace_buffer: Tensor,
+    workspace_buffer: Tensor | None,
     qk_nope_head_dim: int,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
@@ -188,7 +188,7 @@ def trtllm_ragged_attention_deepseek(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    workspace_buffer: Tensor,
+    workspace_buffer: Tensor | None,
     seq_lens: Tensor,
     max_q_len: int,
     max_kv_len: int,

@@ -152,6 +152,11 @@ def check_buffer(
     if buffer.device != device:
         fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
     refuse_grad(where, name, buffer)
+    refuse_overlap(where, name, buffer)
+
+
+def refuse_overlap(where: str, name: str, buffer: Tensor) -> None:
+    """Refuse a buffer whose elements share memory, as those of an expanded tensor do."""
     dim = overlapping_dim(buffer)
     if dim is not None:
         fail(

@@ -150,7 +150,7 @@ class _Decode(NamedTuple):
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
-    workspace_buffer: Tensor,
+    workspace_buffer: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
@@ -265,7 +265,7 @@ def trtllm_batch_decode_with_kv_cache(
 def xqa_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
-    workspace_buffer: Tensor,
+    workspace_buffer: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
@@ -306,7 +306,7 @@ def xqa_batch_decode_with_kv_cache(
 def trtllm_batch_context_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
-    workspace_buffer: Tensor,
+    workspace_buffer: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     max_q_len: int,

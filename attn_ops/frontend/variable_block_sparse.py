@@ -182,11 +182,11 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         ranked(where, "q", q, "[num_qo_heads, rows, head_dim]")
         self._check_kv(where, k, v, "[num_kv_heads, keys, head_dim]")
         if self._planned is not None:
-            heads, kv_heads = self._heads
+            (heads, kv_heads), (dim_qk, dim_vo) = self._heads, self._planned.head_dims
             for name, t, wanted in (
-                ("q", q, (heads, self._rows, q.shape[2])),
-                ("k", k, (kv_heads, *k.shape[1:])),
-                ("v", v, (kv_heads, *v.shape[1:])),
+                ("q", q, (heads, self._rows, dim_qk)),
+                ("k", k, (kv_heads, k.shape[1], dim_qk)),
+                ("v", v, (kv_heads, v.shape[1], dim_vo)),
             ):
                 if tuple(t.shape) != tuple(wanted):
                     fix = "call plan() for these sizes first"

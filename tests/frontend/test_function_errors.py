@@ -93,6 +93,7 @@ def segments(*indptr: int) -> Any:
 
 
 TABLES = H.block_tables().cpu()
+V, S = torch.zeros(3, 4, 64, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
 NONE = torch.zeros(0, dtype=torch.int32, device=DEVICE)
 
 CASES: dict[str, Case] = {
@@ -124,6 +125,29 @@ CASES: dict[str, Case] = {
             ("decode", "trtllm_batch_decode_with_kv_cache", lambda n=heads: decoding(TABLES, kv_heads=n)),
             ("context", "trtllm_batch_context_with_kv_cache", lambda n=heads: context(kv_heads=n)),
             ("ragged", "trtllm_ragged_attention_deepseek", lambda n=heads: deepseek(kv_heads=n)),
+        )
+    },
+    "sinks on meta": (
+        lambda: decoding(TABLES, sinks=torch.zeros(4, device="meta")),
+        errors.DeviceError,
+        f"sinks is on meta, without contents; expected {R.q.device}, where the query is",
+    ),
+    "no causal, and no workspace, which is not needed": (
+        lambda: flashinfer.trtllm_batch_context_with_kv_cache(
+            H.q, H.cache(), None, H.block_tables(), LENS, 40, 130, 0.1, 1.0, 4, QO, KV, causal=None
+        ),
+        errors.ArgumentError,
+        "trtllm_batch_context_with_kv_cache: causal is None; expected True or False",
+    ),
+    **{
+        f"complex LSE of {name}": (
+            call,
+            errors.DTypeError,
+            f"{name}: s{suffix} is complex64; expected a tensor of real",
+        )
+        for name, suffix, call in (
+            ("merge_state", "_b", lambda: flashinfer.merge_state(V, S, V, S.to(torch.complex64))),
+            ("merge_states", "", lambda: flashinfer.merge_states(V[:, None], S[:, None].to(torch.complex64))),
         )
     },
     "no rows a request": (

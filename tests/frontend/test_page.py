@@ -30,6 +30,24 @@ def test_batch_indices_positions(dtype: torch.dtype) -> None:
             page.get_batch_indices_positions(indptr, seq_lens, 8, positions=batch.new_empty(length))
 
 
+def test_buffers_of_the_places_are_checked_before_they_are_filled() -> None:
+    tables = int32(0, 2, 4), int32(3, 2)
+    first = torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
+    for wrong, error, message in (
+        (first[:1].expand(4), errors.ShapeError, "positions is written and its elements overlap, with stride 0"),
+        (first.to("meta"), errors.DeviceError, f"positions is on meta, without contents; expected {DEVICE}"),
+    ):
+        with pytest.raises(error, match=message):
+            page.get_batch_indices_positions(*tables, 4, first, wrong)
+    assert first.tolist() == [7] * 4
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="offsets on the host")
+def test_offsets_that_fall_are_refused() -> None:
+    with pytest.raises(errors.PageTableError, match="append_indptr falls from 4 to 2 at request 1"):
+        page.get_batch_indices_positions(int32(0, 4, 2), int32(4, 4), 4)
+
+
 def test_seq_lens() -> None:
     assert decode.get_seq_lens is page.get_seq_lens
     assert page.get_seq_lens(int32(0, 2, 2, 5), int32(3, 9, 16), 16).tolist() == [19, 0, 48]

@@ -313,6 +313,11 @@ PLAN_ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: _maps(block_row_sz=torch.ones(2, 2)), errors.DTypeError, "block_row_sz is float32"),
     (lambda: _maps(num_kv_heads=1), errors.ShapeError, "the maps are of 2 heads"),
     (lambda: _maps(pos_encoding_mode="ALIBI"), errors.UnsupportedError, "'ALIBI', which is not supported"),
+    (
+        lambda: _maps().run(*(torch.zeros(h, 8, 0, device=DEVICE) for h in (4, 2, 2))),
+        errors.ShapeError,
+        rf"q is \[4, 8, 0\]; expected \[4, 8, {DIM}\] as planned",
+    ),
     (lambda: _maps().run(*_tensors()), errors.ShapeError, r"k has 2 keys; expected 8 as planned"),
     (lambda: planner(blocks=1).plan(int32(0, 2, 2, 2, 2, 2, 2), int32(0, 1)), errors.CapacityError, "max_blocks of at"),
     (lambda: planner().plan(INDPTR, INDICES), errors.ShapeError, r"indptr is \[3\]; expected \[7\]"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.error_cases import Case, check_raises, empty
-from helpers.wrapper_requests import DEVICE, Requests, workspace
+from helpers.wrapper_requests import DEVICE, Requests, int32, workspace
 
 import attn_ops as flashinfer
 from attn_ops import errors, planner
@@ -175,6 +175,23 @@ CASES: dict[str, Case] = {
         "k and v have 211 rows; expected 212 as planned by kv_indptr, or more",
     ),
     "heads": (lambda: decode().run(R.q[:, :2], R.cache()), errors.PlanError, "num_qo_heads 4"),
+    **{
+        f"causal {causal!r} with a mask": (
+            lambda causal=causal: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace()).plan(
+                P.qo_indptr, *P.table, *P.sizes, causal=causal, custom_mask=P.mask
+            ),
+            errors.ArgumentError,
+            f"BatchPrefillWithPagedKVCacheWrapper.plan: causal is {shown}; expected True or False",
+        )
+        for causal, shown in (("bad", "'bad', of type str"), (None, "None"))
+    },
+    "causal of block-sparse attention": (
+        lambda: flashinfer.BlockSparseAttentionWrapper(workspace()).plan(
+            int32(0, 1, 2), int32(0, 1), 4, 4, 2, 2, 4, 2, 64, causal="bad"
+        ),
+        errors.ArgumentError,
+        "BlockSparseAttentionWrapper.plan: causal is 'bad', of type str; expected True or False",
+    ),
     "uneven heads": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 5, 2, 64, 16),
         errors.ShapeError,

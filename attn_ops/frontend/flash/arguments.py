@@ -74,7 +74,8 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
 
     Outside traced code the pair may be a tensor of integers on the host.
     """
-    flags(where, causal=causal)
+    if causal is not None:
+        flags(where, causal=causal)
     if isinstance(window_size, Tensor) and _is_pair_on_host(window_size):
         window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
