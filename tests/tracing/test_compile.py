@@ -148,3 +148,21 @@ def test_cold_process_and_stale_cache(tmp_path: Path) -> None:
         assert result() == pytest.approx(expected.item(), rel=1e-4)
         body.write_text(changed)
         assert result() == 0
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_an_op_that_writes_nothing_runs_in_branches_and_transforms() -> None:
+    """Ops that write to a workspace do not (docs/guide/compile.md)."""
+    q, k = torch.randn(3, 4, 16), torch.randn(9, 2, 16)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return torch.ops.attn.single_prefill(q, k, k)[0]
+
+    def choose(q: torch.Tensor) -> torch.Tensor:
+        return torch.cond(q.sum() > 1e9, torch.clone, attend, (q,))
+
+    expected = attend(q)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(choose, fullgraph=True, backend="aot_eager")(q), expected)
+        torch.testing.assert_close(torch.func.functionalize(attend)(q), expected)
+        torch.testing.assert_close(torch.vmap(attend)(q[None])[0], expected)
