@@ -29,7 +29,7 @@ from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xq
 from attn_ops.frontend.kv_cache import PagedCache, latent
 from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_by_ratio
 from attn_ops.frontend.one_shot import TableNames, block_table, latent_call, lengths
-from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import RunWithLse
@@ -46,7 +46,8 @@ __all__ = [
 ]
 
 Latent = Tensor | tuple[Tensor, Tensor] | list[Tensor]
-LSE_MODES = {"none": None, "base2": "log2", "basee": "ln"}
+LSE_MODES = {"none": None, **LSE_BASE_NAMES}
+"""``lse_mode`` -> ``lse_base``; None for no LSE."""
 OUTPUT_SCALES = ("none", "per-tensor")
 
 

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
-from attn_ops.frontend.one_shot import TableNames, block_table, block_table_call, lengths, ragged_call, uniform_rows
+from attn_ops.frontend.one_shot import (
+    RAGGED_DIMS,
+    TableNames,
+    block_table,
+    block_table_call,
+    lengths,
+    ragged_call,
+    uniform_rows,
+)
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
@@ -18,7 +26,6 @@ from attn_ops.plan.page_table import cumulative, seen
 from attn_ops.typed import typed
 
 OFFSET_UNITS = ("elements", "tokens")
-ROWS = "[rows, heads, head_dim]"
 
 
 def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, set[int]]]) -> None:
@@ -129,7 +136,7 @@ def cudnn_batch_decode_with_kv_cache(
         ``out`` as q, with ``return_lse`` also float32 ``lse``, base 2.
     """
     where = "cudnn_batch_decode_with_kv_cache"
-    ranked(where, "q", q, ROWS)
+    ranked(where, "q", q, RAGGED_DIMS)
     required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
     assert actual_seq_lens_kv is not None
     assert block_tables is not None
@@ -240,7 +247,7 @@ def cudnn_batch_prefill_with_kv_cache(
         ``(out, lse)``; ``lse`` is None unless ``return_lse``, and ``[nnz_qo, num_qo_heads]`` without a buffer.
     """
     where = "cudnn_batch_prefill_with_kv_cache"
-    ranked(where, "q", q, ROWS)
+    ranked(where, "q", q, RAGGED_DIMS)
     by_offsets = batch_offsets_units, "q", q
     if actual_seq_lens_q is None:
         actual_seq_lens_q = _lengths(where, "actual_seq_lens_q", "batch_offsets_q", batch_offsets_q, *by_offsets)
@@ -297,7 +304,7 @@ def _ragged_indptr(
     """``kv_indptr`` of ragged keys and values, whose offsets are checked if they are given."""
     q, k, v = tensors
     for name, t in (("k_cache", k), ("v_cache", v)):
-        ranked(where, name, t, ROWS)
+        ranked(where, name, t, RAGGED_DIMS)
     kv_indptr, kv_heads = _indptr(where, "actual_seq_lens_kv", seq_lens, "k_cache", k), k.shape[1]
     offsets = {
         "batch_offsets_k": (offsets_k, {kv_heads * q.shape[2], k.stride(0)}),

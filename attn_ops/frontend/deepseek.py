@@ -10,15 +10,16 @@ from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
-from attn_ops.frontend.one_shot import ROWS, block_table, latent_call, ragged_call, rank_keys, uniform_rows
-from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
+from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table, latent_call, ragged_call, rank_keys, uniform_rows
+from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec, dtype_without_scale
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
 from attn_ops.typed import integers, typed
 
-LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
+RETURN_LSE_BASES = {None: "log2", **LSE_BASE_NAMES}
+"""``return_lse_base`` -> ``lse_base``."""
 
 
 def _decode(
@@ -141,7 +142,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cp_rank=cp_rank,
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
-    if return_lse_base not in LSE_BASES:
+    if return_lse_base not in RETURN_LSE_BASES:
         fail(OptionError, where, f"return_lse_base is {return_lse_base!r}", "base2 or basee", "pass one of the two")
     return _decode(
         where,
@@ -156,7 +157,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cum_seq_lens_q,
         lse,
         return_lse,
-        LSE_BASES[return_lse_base],
+        RETURN_LSE_BASES[return_lse_base],
         (shard, causal_seqlens_kv_global),
     )
 
@@ -241,7 +242,7 @@ def trtllm_ragged_attention_deepseek(
     required(where, cum_seq_lens_q=cum_seq_lens_q, cum_seq_lens_kv=cum_seq_lens_kv)
     integers(where, batch_size=batch_size)
     for name, t in (("query", query), ("key", key), ("value", value)):
-        ranked(where, name, t, ROWS)
+        ranked(where, name, t, RAGGED_DIMS)
     qo_indptr, kv_indptr = (
         cumulative(where, name, indptr, batch_size, rows_name, rows)
         for name, indptr, rows_name, rows in (

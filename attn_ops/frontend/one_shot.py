@@ -27,7 +27,7 @@ from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 
-ROWS = "[rows, num_qo_heads, head_dim]"
+QUERY_DIMS, RAGGED_DIMS = "[rows, num_qo_heads, head_dim]", "[rows, heads, head_dim]"
 
 
 class TableNames(NamedTuple):
@@ -156,7 +156,7 @@ def block_table_call(
 ) -> AttentionCall:
     """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode."""
     q, k_cache, v_cache = tensors
-    ranked(where, "the query", q, ROWS)
+    ranked(where, "the query", q, QUERY_DIMS)
     positive(where, num_qo_heads=q.shape[1])
     if tree_mask is not None:
         options = options._replace(causal=False)
@@ -233,7 +233,7 @@ def ragged_call(
     """``(q [nnz_qo, num_qo_heads, head_dim], k, v [nnz_kv, num_kv_heads, head_dim])``; both indptr int32."""
     q, k, v = tensors
     for name, t in (("the query", q), ("the key", k), ("the value", v)):
-        ranked(where, name, t, "[rows, heads, head_dim]")
+        ranked(where, name, t, RAGGED_DIMS)
     positive(where, num_qo_heads=q.shape[1])
     check_groups(where, q.shape[1], k.shape[1])
     spec = PlanSpec(

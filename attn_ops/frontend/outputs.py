@@ -14,6 +14,11 @@ from attn_ops.ops.options import FP8
 from attn_ops.symbolic_sizes import overlapping_dim
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
+"""``lse_base`` -> the factor of an LSE of base 2."""
+
+LSE_BASE_NAMES = {"base2": "log2", "basee": "ln"}
+"""Other names of FlashInfer -> ``lse_base``."""
+
 LSE_LAYOUTS = ("NH", "HN")
 
 
@@ -107,7 +112,7 @@ class OutputSpec(NamedTuple):
             out = out.float() * scale
         elif scale != 1.0:
             out = out * scale
-        if dtype != out.dtype and dtype in FP8:  # PyTorch converts to NaN or infinity what is out of range
+        if dtype != out.dtype and dtype in FP8:  # PyTorch does not saturate all of them: float8_e5m2 gets infinities
             out = out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
         if self.rows_shape is not None:
             out = out.view(*self.rows_shape, *out.shape[1:])

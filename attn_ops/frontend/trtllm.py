@@ -32,7 +32,7 @@ from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import HeadTables, with_one_table
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import ROWS, block_table, block_table_call, rank_keys, uniform_rows
+from attn_ops.frontend.one_shot import QUERY_DIMS, block_table, block_table_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions, bounded
@@ -99,7 +99,7 @@ class _Decode(NamedTuple):
             rows = uniform_rows(where, query.shape[0], table.shape[0], q_len, device)
             added: int | Tensor = q_len
         else:
-            ranked(where, "query", query, ROWS)
+            ranked(where, "query", query, QUERY_DIMS)
             q_len, rows = 1, cumulative(where, name, indptr, table.shape[0], "the query", query)
             added = rows
         if self.mask is not None:
@@ -123,7 +123,7 @@ class _Decode(NamedTuple):
     def execute_by_head(self) -> Any:
         """With a table and lengths of each KV head, which become requests of their own."""
         where, query, output = self.where, self.query, self.output
-        ranked(where, "query", query, ROWS)
+        ranked(where, "query", query, QUERY_DIMS)
         caches = paged(where, self.kv_cache, layout(where, self.kv_layout))
         tables = HeadTables.of(where, caches, self.block_tables, self.kv_layout, query.device)
         if query.shape[1] % tables.num_kv_heads:
@@ -356,7 +356,7 @@ def trtllm_batch_context_with_kv_cache(
         uses_spcompress=uses_spcompress,
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q)
-    ranked(where, "query", query, ROWS)
+    ranked(where, "query", query, QUERY_DIMS)
     caches, tables = _pages(where, kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx)
     check_dtypes(where, query, *caches)
     integers(where, batch_size=batch_size)

@@ -8,7 +8,7 @@ from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail, sha
 from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import ROWS, TableNames, block_table, block_table_call, latent_call, uniform_rows
+from attn_ops.frontend.one_shot import QUERY_DIMS, TableNames, block_table, block_table_call, latent_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import MAX_WINDOW, MLA_DIMS, AttentionOptions
@@ -106,7 +106,7 @@ def xqa(
         qo_indptr = uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
     else:
         flat, q_len = q, 1
-        ranked(where, "q", q, ROWS)
+        ranked(where, "q", q, QUERY_DIMS)
         qo_indptr = cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
     if mask is not None:
         check_tree_mask(where, mask, flat.shape[0], q_len)
