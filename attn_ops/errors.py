@@ -89,7 +89,7 @@ class BackendError(AttnOpsError, NotImplementedError):
 
 
 class GradientError(AttnOpsError, RuntimeError):
-    """An input requires grad. The ops are for inference and have no backward."""
+    """An input requires grad or has a tangent. The ops are for inference and have no derivatives."""
 
 
 def fail(error: type[AttnOpsError], where: str, what: str, expected: str, fix: str) -> NoReturn:

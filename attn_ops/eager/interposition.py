@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd import profiler
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
+from attn_ops.errors import GradientError, fail
 
-def _is_profiled() -> bool:
-    """Whether a profiler of any thread runs: it may observe all of them."""
-    return profiler._is_profiler_enabled
+
+def _is_profiled_or_differentiated() -> bool:
+    """Whether a profiler of any thread runs, which may observe all of them, or a level of forward-mode AD is active."""
+    return profiler._is_profiler_enabled or forward_ad._current_level >= 0
 
 
 INTERPOSITION_CHECKS = (
@@ -17,7 +20,7 @@ INTERPOSITION_CHECKS = (
     torch._C._len_torch_function_stack,
     torch._C._functorch.peek_interpreter_stack,
     torch._C._autograd._profiler_enabled,
-    _is_profiled,
+    _is_profiled_or_differentiated,
     torch._C._is_tracing,
 )
 """Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
@@ -34,3 +37,24 @@ def is_traced() -> bool:
         or torch._C._functorch.peek_interpreter_stack()
         or torch._C._get_tracing_state()
     )
+
+
+def may_be_differentiated() -> bool:
+    """Whether arguments of an op may have gradients that its kernel does not see: those of ``torch.func``, tangents."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def check_no_grad(where: str, **tensors: Tensor | None) -> None:
+    """Raise a GradientError if one of ``tensors`` is differentiated."""
+    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not backward and not forward:
+        return
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if backward and t.requires_grad:
+            expected, fix = "inference, these ops have no backward", f"call under torch.no_grad() or detach {name}"
+            fail(GradientError, where, f"{name} requires grad", expected, fix)
+        if forward and forward_ad.unpack_dual(t).tangent is not None:
+            expected = "inference, these ops have no forward-mode derivative"
+            fail(GradientError, where, f"{name} has a tangent", expected, f"detach {name}")

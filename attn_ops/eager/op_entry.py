@@ -15,20 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import check_no_grad, may_be_differentiated
+
 Function = Callable[..., Any]
 
 
 class OpEntry:
     """The calls of one op, or of its overload.
 
+    schema       of the op
     cuda, cpu    by the device of the first argument, a tensor
-    dispatched   PyTorch's function, which passes the dispatcher
+    function     PyTorch's function, which passes the dispatcher
     """
 
-    __slots__ = ("cpu", "cuda", "dispatched")
+    __slots__ = ("cpu", "cuda", "function", "schema")
 
-    def __init__(self, cuda: Function, cpu: Function, dispatched: Function) -> None:
-        self.cuda, self.cpu, self.dispatched = cuda, cpu, dispatched
+    def __init__(self, schema: Any, cuda: Function, cpu: Function, function: Function) -> None:
+        self.schema, self.cuda, self.cpu, self.function = schema, cuda, cpu, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is Tensor:
@@ -38,12 +41,21 @@ class OpEntry:
                 return self.cpu(*args, **kwargs)
         return self.dispatched(*args, **kwargs)
 
+    def dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        """The call through the dispatcher, behind which the gradients of ``torch.func`` are hidden."""
+        if may_be_differentiated():
+            names = [argument.name for argument in self.schema.arguments]
+            named = {**dict(zip(names, args, strict=False)), **kwargs}
+            tensors = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()}
+            check_no_grad(self.schema.name.partition("::")[2], **tensors)
+        return self.function(*args, **kwargs)
+
 
 def install(packet: Any, cuda: Function, cpu: Function) -> None:
     """Let ``packet``, an op with one overload, call ``cuda`` and ``cpu`` first. TorchScript still finds the op."""
     for target in (packet, packet.default):
         if hasattr(target, "_op"):
-            target._op = OpEntry(cuda, cpu, target._op)
+            target._op = OpEntry(packet.default._schema, cuda, cpu, target._op)
             torch.jit._builtins._register_builtin(target._op, packet._qualified_op_name)
 
 

@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan.state", "ops.options"),
     ("ops.unsupported",),
     ("native",),
-    ("eager.captured_call", "eager.interposition"),
+    ("eager.captured_call", "eager.interposition", "eager.op_entry"),
     ("eager.prepared_call", "eager.contents"),
     ("eager.checked_call",),
     ("eager.bound_call",),

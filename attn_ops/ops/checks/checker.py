@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
     AttnOpsError,
     CapacityError,
     DeviceError,
     DTypeError,
-    GradientError,
     OptionError,
     PlanError,
     ShapeError,
@@ -105,15 +105,7 @@ class OpChecker:
             )
 
     def no_grad(self, **tensors: Tensor | None) -> None:
-        if torch.is_grad_enabled():
-            for name, t in tensors.items():
-                if t is not None and t.requires_grad:
-                    self.fail(
-                        GradientError,
-                        f"{name} requires grad",
-                        "inference, these ops have no backward",
-                        f"call under torch.no_grad() or detach {name}",
-                    )
+        check_no_grad(self.name, **tensors)
 
     def layout(self, kv_layout: str) -> None:
         if kv_layout not in LAYOUTS:
