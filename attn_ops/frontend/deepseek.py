@@ -18,7 +18,7 @@ from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
 from attn_ops.typed import integers, typed
 
-RETURN_LSE_BASES = {None: "log2", **LSE_BASE_NAMES}
+RETURN_LSE_BASES: dict[str | None, str] = {None: "log2", **LSE_BASE_NAMES}
 """``return_lse_base`` -> ``lse_base``."""
 
 

@@ -165,7 +165,7 @@ CASES: dict[str, Case] = {
         for name, call, message in (
             ("context", context, "query is [4, 64]; expected [rows, num_qo_heads, head_dim]; reshape query"),
             ("several rows", several, "query is [4, 64]; expected [rows, num_qo_heads, head_dim]"),
-            ("deepseek", deepseek, "query is [4, 64]; expected [rows, num_qo_heads, head_dim]"),
+            ("deepseek", deepseek, "query is [4, 64]; expected [rows, heads, head_dim]"),
             ("cudnn", cudnn, "q is [4, 64]; expected [rows, heads, head_dim]"),
         )
     },
