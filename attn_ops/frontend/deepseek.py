@@ -18,9 +18,6 @@ from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
 from attn_ops.typed import integers, typed
 
-RETURN_LSE_BASES: dict[str | None, str] = {None: "log2", **LSE_BASE_NAMES}
-"""``return_lse_base`` -> ``lse_base``."""
-
 
 def _decode(
     where: str,
@@ -142,7 +139,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cp_rank=cp_rank,
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
-    if return_lse_base not in RETURN_LSE_BASES:
+    if return_lse_base not in (None, *LSE_BASE_NAMES):
         fail(OptionError, where, f"return_lse_base is {return_lse_base!r}", "base2 or basee", "pass one of the two")
     return _decode(
         where,
@@ -157,7 +154,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cum_seq_lens_q,
         lse,
         return_lse,
-        RETURN_LSE_BASES[return_lse_base],
+        "log2" if return_lse_base is None else LSE_BASE_NAMES[return_lse_base],
         (shard, causal_seqlens_kv_global),
     )
 
