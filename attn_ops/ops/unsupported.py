@@ -223,9 +223,9 @@ def triton(p: Problem) -> list[str]:
 
 
 def by_tokens_only_on_request(p: Problem) -> str:
-    """Why ``auto`` leaves prefill and MLA over such pages to the general kernel; empty if it does not.
+    """Why ``auto`` leaves a problem to the general kernel whose KV tiles are copied token by token; empty for others.
 
-    The kernels that copy KV tiles token by token have not been measured beside it.
+    The kernels that copy them have not been measured beside it.
     """
     by_tokens = mla_by_tokens(p.page_size) if p.op == "batch_mla" else _kv_loads(p) == "tokens"
     if not by_tokens or _machine_of_hopper(p):
