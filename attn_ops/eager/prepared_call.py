@@ -107,6 +107,9 @@ def has_gradients(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
+Check = Callable[[Sequence[Any], dict[str, Any]], object]
+"""``check(args, kwargs)`` raises the error of a call of an op that cannot be made."""
+
 FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | None]]
 """``first_call(args, kwargs)`` makes a call of an op and captures it; None for one that cannot be prepared."""
 
@@ -134,8 +137,8 @@ class OpCache(Undispatched):
     direct   the same for calls of this package, in which the tensors of a plan are arguments as all others
     """
 
-    def __init__(self, name: str, first_call: FirstCall) -> None:
-        self.name, self.first_call = name, first_call
+    def __init__(self, name: str, check: Check, first_call: FirstCall) -> None:
+        self.name, self.check, self.first_call = name, check, first_call
         self._entries: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         """For each entry, the tensors of its plans, with callbacks that evict the entry."""
@@ -283,6 +286,8 @@ class OpCall(NamedTuple):
         converted = [call.as_dispatched() for call in calls]
         if self.destinations is None or None in converted:
             return self.execute(), None
+        if self.before:  # which may write to what this call reads: not if this call raises an error
+            OP_CACHES[self.op].check(self.args, converted[-1] or {})
         launches: list[Launch] | None = []
         for call, kwargs in zip(calls, converted, strict=True):
             result, captured = OP_CACHES[call.op].first_call(call.args, kwargs or {})

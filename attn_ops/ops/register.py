@@ -10,6 +10,7 @@ The ops are plain ``torch.library.Library`` registrations: about 3 us a call, wh
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,7 +97,7 @@ def _op_cache(op: str) -> OpCache:
             return capture_launches(function, args, options)
         return _run(function, device, args, options), None
 
-    return OpCache(op, first_call)
+    return OpCache(op, functools.partial(_choose, op), first_call)
 
 
 def _fake(op: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ class Op:
     output and its scratch memory, in that order."""
 
     def __init__(self, a: int = 0, b: int = 1) -> None:
-        self.cache, self.a, self.b, self.captures = OpCache("merge_state", self._first_call), a, b, 0
+        self.cache, self.a, self.b, self.captures = OpCache("merge_state", f.unchecked, self._first_call), a, b, 0
         self.image = f.load()
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:

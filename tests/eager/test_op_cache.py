@@ -31,7 +31,7 @@ class Op:
     """An op with a cache, which launches one kernel on its second tensor, or on ``x(args)``, and a new output."""
 
     def __init__(self, x: Any = lambda args: args[1], outputs: Any = None) -> None:
-        self.cache, self.misses = OpCache("merge_state", self._first_call), 0
+        self.cache, self.misses = OpCache("merge_state", f.unchecked, self._first_call), 0
         self.image, self.x, self.outputs = f.load(), x, outputs
 
     def _first_call(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -272,7 +272,7 @@ def test_an_error_is_raised_and_nothing_inserted() -> None:
     def first_call(args: Any, kwargs: Any) -> Any:
         raise ValueError("bad")
 
-    cache = OpCache("merge_state", first_call)
+    cache = OpCache("merge_state", f.unchecked, first_call)
     with pytest.raises(ValueError, match="bad"):
         cache.op(torch.zeros(1))
     assert not cache._entries
@@ -280,7 +280,7 @@ def test_an_error_is_raised_and_nothing_inserted() -> None:
 
 def test_without_the_module_every_call_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_call, "_C", None)
-    cache = OpCache("merge_state", lambda args, kwargs: ((args, kwargs), None))
+    cache = OpCache("merge_state", f.unchecked, lambda args, kwargs: ((args, kwargs), None))
     assert [cache.op(1, scale=2) for _ in range(2)] == [((1,), {"scale": 2})] * 2
 
 

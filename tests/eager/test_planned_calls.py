@@ -44,7 +44,7 @@ class Decode:
 
     def __init__(self) -> None:
         self.image, self.captures = f.load(), 0
-        self.cache = OpCache("batch_decode", self._first_call)
+        self.cache = OpCache("batch_decode", f.unchecked, self._first_call)
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         self.captures += 1

@@ -18,6 +18,7 @@ from attn_ops.eager import prepared_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, prepared
 from attn_ops.frontend import planned_batch
+from attn_ops.ops.checks import CHECKS
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -31,6 +32,9 @@ class FakeCache:
     def __init__(self, op: str, a: int, b: int) -> None:
         self.op, self.a, self.b, self.captures = getattr(torch.ops.attn, op), a, b, True
         self.image = f.load()
+
+    def check(self, args: Any, kwargs: Any) -> None:
+        CHECKS[self.op.__name__](*args, **kwargs)
 
     def first_call(self, args: Any, kwargs: Any) -> Any:
         result = self.op(*args, **kwargs)
@@ -305,6 +309,20 @@ def test_options_are_those_that_the_dispatcher_passes_on(options: Any, expected:
     assert (found is None) == (expected is None)
     for name, value in (expected or {}).items():
         assert (type(found[name]), found[name]) == (type(value), value)
+
+
+def test_a_call_is_checked_before_those_that_are_made_first(merger: Merger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These may write to the cache."""
+    v, s = torch.ones(4, 2, 8), torch.zeros(4, 2)
+    write = OpCall("merge_state", (v, s, v, s), {})
+    cache, made = prepared_call.OP_CACHES["merge_state"], []
+    first_call = cache.first_call
+    monkeypatch.setattr(cache, "first_call", lambda args, kwargs: made.append(args) or first_call(args, kwargs))
+    with pytest.raises(attn_ops.errors.ShapeError, match="s_b"):
+        write._replace(args=(v, s, v, torch.zeros(4, 3)), before=(write,)).first_call(())
+    assert not made
+    write._replace(before=(write,)).first_call(())
+    assert len(made) == 2
 
 
 def test_a_batch_of_other_rows_is_checked(count_launches: Any) -> None:

@@ -59,7 +59,7 @@ def replays(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Replays
             tensors = flatten_tensors(args)
             return result, CapturedCall([f.launched(image, tensors[0], tensors[-1])], outputs_of(result))
 
-        return OpCache(op, first_call)
+        return OpCache(op, f.unchecked, first_call)
 
     for op in OPS:
         monkeypatch.setitem(prepared_call.OP_CACHES, op, cache_of(op))

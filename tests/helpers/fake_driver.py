@@ -95,3 +95,7 @@ class UncompiledKernel:
 
     def warmup(self, *args: Any, **options: Any) -> Any:
         return compiled()
+
+
+def unchecked(args: Any, kwargs: Any) -> None:
+    """The check of an op's cache, for calls that are right."""

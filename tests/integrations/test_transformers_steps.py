@@ -111,7 +111,7 @@ def steps(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[
         bodies[0] += 1
         return options(*args, **kwargs)
 
-    monkeypatch.setitem(prepared_call.OP_CACHES, "batch_decode", OpCache("batch_decode", first_call))
+    monkeypatch.setitem(prepared_call.OP_CACHES, "batch_decode", OpCache("batch_decode", f.unchecked, first_call))
     monkeypatch.setattr(arguments, "options", count)
     plans._free.plans.clear()
 
