@@ -264,7 +264,7 @@ TAKEN: list[dict[str, Any]] = [
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
     {"options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS))},
     {"kv_dtype": torch.float8_e4m3fn, "options": tuple(sorted(unsupported.CUDA_MLA_OPTIONS | {"kv_scale"}))},
-    {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "num_qo_heads": 5, "tile_rows": 3},
+    {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "num_qo_heads": 5},
 ]
 
 

@@ -31,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 
 PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
 
-SPILL_BYTES = 80
+SPILL_BYTES = 96
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
 

@@ -20,7 +20,7 @@ REGISTERS = 2
 SPILLED_AGAIN = 8
 """How many more bytes of a thread may be spilled: nvrtc spills 8 more of the same sources in some processes."""
 
-SPILL_BYTES = 80
+SPILL_BYTES = 96
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
 

@@ -308,14 +308,16 @@ class Planner {
     std::vector<std::vector<int64_t>> values;
     for (const detail::Table& table : tables) values.push_back(detail::contents(table.tensor));
     const bool prefill = values.size() == 4;
-    const std::vector<int64_t>& indptr = values[values.size() - 3];
-    const std::vector<int64_t>&indices = values[values.size() - 2], &last = values.back();
+    const std::vector<int64_t>&indptr = values[values.size() - 3], &last = values.back();
+    std::vector<int64_t>& indices = values[values.size() - 2];
     if (prefill) {
       detail::check_indptr("qo_indptr", values[0]);
       detail::check_capacity("plan", values[0].back(), max_tokens(), "the batch has", "query rows", "max_tokens");
     }
     detail::check_indptr("kv_indptr", indptr);
     const std::vector<int64_t> lengths = check_pages(indptr, indices, last);
+    if (max_pages() > 0 && static_cast<int64_t>(indices.size()) > max_pages())
+      indices.resize(static_cast<size_t>(indptr.back()));  // entries after those of the last request need no capacity
     check_sizes(
         prefill ? std::optional(static_cast<int64_t>(values[0].size())) : std::nullopt,
         static_cast<int64_t>(last.size()), static_cast<int64_t>(indices.size()));
