@@ -133,12 +133,15 @@ def _check_apart(storage: Mapping[str, Tensor]) -> None:
 
 def _is_shifted(t: Tensor, field: Tensor) -> bool:
     """Whether ``t``, a vector, overlaps a field of a plan and has elements at other places than it."""
-    if type(t) is not Tensor or t.dim() != 1:
+    if type(t) is not Tensor:
         return False
-    offset, stride = t.data_ptr() - field.data_ptr(), t.stride(0)
+    offset = t.data_ptr() - field.data_ptr()
+    if offset >= field.nbytes or t.dim() != 1:  # most tensors need no more
+        return False
+    stride = t.stride(0)
     if offset == 0 and stride == 1 and t.dtype == field.dtype:
         return False
-    return -(t.shape[0] * stride * t.itemsize) < offset < field.shape[0] * field.itemsize
+    return -(t.nbytes * stride) < offset
 
 
 def validates(validate: bool | None, *tensors: Tensor) -> bool:

@@ -31,9 +31,12 @@ E4M3 = torch.float8_e4m3fn
 
 PAGES, PAGE_SIZE, HEADS, DIM = 5, 24, 3, 128
 
-SPILL_BYTES = 96
+SPILL_BYTES = 80
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
+
+TOKENS_SPILL_BYTES = 96
+"""The same of images that copy tokens, whose producers spill some words too, of 32 registers."""
 
 
 def _spills(key: tuple[Any, ...]) -> tuple[int, int]:
@@ -216,7 +219,7 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
     one, tile = prefill.SPECIALIZATIONS[key], _tile(key)
     tokens = tile.tokens
-    assert usage_of(one).stack <= SPILL_BYTES
+    assert usage_of(one).stack <= (TOKENS_SPILL_BYTES if key[2] == "tokens" else SPILL_BYTES)
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     beside_the_epilogue = ["1", "0"] if tile.queries > 1 else []  # last product; next unit's logits

@@ -20,9 +20,12 @@ REGISTERS = 2
 SPILLED_AGAIN = 8
 """How many more bytes of a thread may be spilled: nvrtc spills 8 more of the same sources in some processes."""
 
-SPILL_BYTES = 96
+SPILL_BYTES = 80
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
+
+TOKENS_SPILL_BYTES = 96
+"""The same of images that copy tokens, whose producers spill some words too, of 32 registers."""
 
 SHARED_MEMORY, REGISTER_FILE = 227 << 10, 255
 """Of a CTA, in bytes; and of a thread."""
@@ -36,7 +39,7 @@ def measured() -> dict[str, Usage]:
 def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
     for name, row in measured.items():
         assert row.shared <= SHARED_MEMORY, name
-        assert row.stack <= SPILL_BYTES, name
+        assert row.stack <= (TOKENS_SPILL_BYTES if "KV_CP_ASYNC" in name else SPILL_BYTES), name
         assert row.registers <= REGISTER_FILE, name
 
 
