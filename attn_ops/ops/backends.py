@@ -83,7 +83,6 @@ class Backend:
     capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
     fp8_queries          it takes FP8 queries as they are. Before any other they are converted
                          (:mod:`~attn_ops.ops.fp8_queries`)
-    only_on_request      why ``auto`` takes the next entry for a problem that this one runs; empty if it does not
     prepared             its functions allocate outputs and launch kernels, and compute nothing else: the launches of an
                          eager call are captured for prepared calls (:mod:`attn_ops.eager.launches`)
     """
@@ -98,7 +97,6 @@ class Backend:
     has_images: bool = False
     capacity_bound: bool = False
     fp8_queries: bool = False
-    only_on_request: Callable[[Problem], str] | None = None
     prepared: bool = False
 
     def has(self, op: str) -> bool:
@@ -126,12 +124,11 @@ class Backend:
             return function if bases is None else None
         return for_key(*args, bases=bases, **kwargs)
 
-    def reasons(self, problem: Problem, name: str) -> list[str]:
-        """The reasons for the problem that its function gets, of the backend called ``name`` or ``auto``."""
+    def reasons(self, problem: Problem) -> list[str]:
+        """The reasons for the problem that its function gets."""
         if problem.dtype == QUERY and not self.fp8_queries and problem.op in FP8_QUERY_OPS:
             problem = replace(problem, dtype=CONVERTED_DTYPE)
-        on_request = self.only_on_request(problem) if self.only_on_request and name == "auto" else ""
-        return [on_request] if on_request else self.unsupported_reasons(problem)
+        return self.unsupported_reasons(problem)
 
 
 _cuda = functools.partial(
@@ -160,26 +157,22 @@ BACKENDS: tuple[Backend, ...] = (
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill"),
-        only_on_request=unsupported.by_tokens_only_on_request,
     ),
     _cuda(
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_e4m3,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_e4m3"),
         fp8_queries=True,
-        only_on_request=unsupported.by_tokens_only_on_request,
     ),
     _cuda(
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_fp8,
         kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_fp8"),
-        only_on_request=unsupported.by_tokens_only_on_request,
     ),
     _cuda(
         "attn_ops.kernels.cuda.mla",
         unsupported.cuda_mla,
         kernels={"batch_mla": "mla"},
-        only_on_request=unsupported.by_tokens_only_on_request,
     ),
     Backend(
         "triton",
@@ -239,7 +232,7 @@ def choose(
     candidates = [b for b in _entries(problem.op) if name in ("auto", b.name)]
     refused: list[str] = [] if candidates else [f"{name}: it has no kernel for {problem.op}"]
     for backend in candidates:
-        reasons = backend.reasons(problem, name)
+        reasons = backend.reasons(problem)
         if lowerable and not backend.inductor_lowerable and not (images and backend.has_images):
             reasons = [*reasons, NOT_GENERATED]
         if traced and backend.eager_only and name == "auto":
@@ -276,7 +269,7 @@ def explain(problem: Problem, name: str = "auto") -> str:
     """
     lines, left = [], list(PLACES)
     for backend in _entries(problem.op):
-        reasons = backend.reasons(problem, name)
+        reasons = backend.reasons(problem)
         if name not in ("auto", backend.name):
             reasons = [*reasons, f"backend={name} is asked for"]
         kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(problem.op)}"

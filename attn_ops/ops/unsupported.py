@@ -222,17 +222,6 @@ def triton(p: Problem) -> list[str]:
     )
 
 
-def by_tokens_only_on_request(p: Problem) -> str:
-    """Why ``auto`` leaves a problem to the general kernel whose KV tiles are copied token by token; empty for others.
-
-    The kernels that copy them have not been benchmarked against it.
-    """
-    by_tokens = mla_by_tokens(p.page_size) if p.op == "batch_mla" else _kv_loads(p) == "tokens"
-    if not by_tokens or _machine_of_hopper(p):
-        return ""
-    return f"it takes pages of {p.page_size} tokens if asked for by name"
-
-
 def mla_by_tokens(page_size: int) -> bool:
     """Whether CUDA MLA copies KV tiles token by token: a page is not whole tiles, as TMA loads them."""
     return page_size % CUDA_MLA_PAGE != 0

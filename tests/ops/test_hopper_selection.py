@@ -110,10 +110,9 @@ def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, 
     ],
     ids=range(6),
 )
-def test_pages_that_are_copied_by_tokens_run_on_request(call: tuple[str, dict[str, Any]], kernel: str) -> None:
-    assert _chosen(*call) == _chosen(*call, lowerable=True, images=True) == GENERAL
-    assert "tokens if asked for by name" in _lines(*call)[kernel]
-    assert _chosen(*call, name="cuda") == _chosen(*call, name="cuda", lowerable=True, images=True) == kernel
+def test_pages_have_any_size(call: tuple[str, dict[str, Any]], kernel: str) -> None:
+    assert _chosen(*call) == _chosen(*call, lowerable=True, images=True) == kernel
+    assert _lines(*call)[kernel].startswith("runs it")
 
 
 @pytest.mark.parametrize(
