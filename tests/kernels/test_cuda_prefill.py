@@ -16,12 +16,14 @@ from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES, box_of_pages, row_columns
+from attn_ops.kernels.triton import prefill_call
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.packaged_calls import packaged_image
 from helpers.tensors import tensor_of_map
 from torch import Tensor
 
+import attn_ops
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.plan.sizing import rows_per_tile
@@ -289,6 +291,30 @@ def test_a_package_takes_any_number_of_rows(
     image = packaged_image(call, (50, 7, 1000), monkeypatch)
     assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v"]
     assert (image.function, len(image.maps)) == ("prefill", 3)
+
+
+@needs_nvrtc
+@needs_the_module
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("page_size", "maps"), [(16, 3), (5, 1)])
+def test_a_package_takes_pages_of_any_size(
+    page_size: int, maps: int, kv_dtype: torch.dtype, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above. Pages that are copied token by token have no tensor maps; their strides go to the kernel."""
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(prefill_call, "combine_split_tiles", lambda *args, **_: None)
+    planner = attn_ops.PrefillPlanner(
+        5, 1000, 40, page_size=page_size, num_qo_heads=8, num_kv_heads=2, head_dim=DIM, num_ctas=6
+    )
+    cache = torch.zeros(40, 2, page_size, 2, DIM).to(kv_dtype)
+
+    def call(rows: Tensor) -> Tensor:
+        q = rows.new_zeros(rows.shape[0], 8, DIM)
+        return prefill.batch_prefill(q, *cache.unbind(1), list(planner.state), planner.workspace, causal=True)[0]
+
+    image = packaged_image(call, (50, 7, 1000), monkeypatch)
+    assert {"out", "q", "k", "v", "partial"} < {spec.name for spec in image.tensors}
+    assert (image.function, len(image.maps)) == ("prefill", maps)
 
 
 GOOD = Problem(
