@@ -45,7 +45,7 @@ def packed_mask(
     bits = qo_len * kv_len
     if packed_custom_mask is not None:
         _check_packed(where, packed_custom_mask, int(((bits + 7) // 8).sum()))
-        return packed_custom_mask.to(device)
+        return packed_custom_mask.to(device).contiguous()
     if custom_mask is None:
         return None
     if not exact and custom_mask.dim() == 1:
@@ -63,7 +63,7 @@ def packed_mask_by_plan(
         return packed_mask(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
     if packed_custom_mask is not None:
         _check(where, "packed_custom_mask", packed_custom_mask, PACKED)
-        return packed_custom_mask.to(device)
+        return packed_custom_mask.to(device).contiguous()
     if custom_mask is None:
         return None
     _check(where, "custom_mask", custom_mask, BOOLS)
@@ -82,10 +82,10 @@ def packed_single_mask(
     """:func:`packed_mask` for one request, whose lengths may be symbols."""
     if packed_custom_mask is not None:
         _check_packed(where, packed_custom_mask, (qo_len * kv_len + 7) // 8)
-        return packed_custom_mask.to(device)
+        return packed_custom_mask.to(device).contiguous()
     if custom_mask is None:
         return None
-    custom_mask = custom_mask.flatten()
+    custom_mask = custom_mask.flatten().contiguous()
     _check_bools(where, custom_mask, qo_len * kv_len)
     return torch.ops.attn.packbits(custom_mask.to(device).bool(), bitorder="little")
 
@@ -102,8 +102,8 @@ def pack(where: str, mask: Tensor, bits: Tensor, size: int | None = None) -> Ten
         )
     if size is None:
         size = int(((bits + 7) // 8).sum())
-    indptr = torch.cat((bits.new_zeros(1), bits.cumsum(0)))
-    return torch.ops.attn.segment_packbits(mask.bool(), indptr.to(mask.device, torch.int32), size, bitorder="little")[0]
+    indptr, bools = torch.cat((bits.new_zeros(1), bits.cumsum(0))), mask.bool().contiguous()
+    return torch.ops.attn.segment_packbits(bools, indptr.to(mask.device, torch.int32), size, bitorder="little")[0]
 
 
 def _check_packed(where: str, mask: Tensor, length: int) -> None:
@@ -157,9 +157,8 @@ def tree_mask_bits(mask: Tensor, plan: PrefillPlan, capacity: int) -> Tensor:
     tokens before those. The result is made on the device from the plan's lengths, without synchronisation, and traces.
     """
     device, batch = plan.kv_len.device, plan.kv_len.shape[0]
-    words = mask.to(device)
-    words = words if words.stride(-1) == 1 else words.contiguous()
-    octets = words.view(torch.uint8).flatten(0, -2)
+    words = mask.to(device).contiguous().flatten()  # a contiguous dimension of one word may have any stride
+    octets = words.view(torch.uint8).view(-1, mask.shape[-1] * mask.dtype.itemsize)
     rows, columns = octets.shape[0], 8 * octets.shape[1]
     row, column = torch.arange(rows, device=device), torch.arange(columns, device=device)
     indptr, kv_lens = plan.qo_indptr.long(), plan.kv_len.long()

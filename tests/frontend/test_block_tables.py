@@ -146,6 +146,9 @@ def test_tree_masks(words: int, dtype: torch.dtype, window_left: int) -> None:
     expected = r.expected(masked=True, window_left=window_left)
     expected.check(flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options))
     expected.check(flashinfer.xqa_batch_decode_with_kv_cache(*arguments, **options))
+    # PyTorch calls a mask of one word contiguous whatever the stride of that dimension.
+    strided = torch.empty_strided((4, 5, words), (5, 1, 20), dtype=dtype, device=DEVICE).copy_(mask)
+    expected.check(flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options | {"mask": strided}))
     pages, heads = r.block_tables(), (4, 1, 5, 4, 64)
     out = flashinfer.xqa(
         r.q.view(heads),

@@ -97,6 +97,18 @@ def test_custom_mask_overrides_causal(kind: str, windows: dict[str, int]) -> Non
     expected.check(*Call(kind, r, custom_mask=~r.mask, **options).run(return_lse=True))
 
 
+@each_kind
+def test_masks_have_any_strides(kind: str) -> None:
+    r = requests(kind)
+    expected = r.expected(masked=True)
+    packed = torch.cat([flashinfer.packbits(m.flatten().to(DEVICE), bitorder="little") for m in r.masks])
+    bools = torch.stack((r.mask, ~r.mask), 1)[:, 0]
+    octets = torch.stack((packed, 255 - packed), 1)[:, 0]
+    assert bools.stride() == octets.stride() == (2,)
+    expected.check(Call(kind, r, custom_mask=bools).run())
+    expected.check(Call(kind, r, packed_custom_mask=octets).run())
+
+
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_every_request_of_a_packed_mask_begins_on_a_byte(kind: str) -> None:
     """Masks of 3, 1, 5 and 9 bits take 5 bytes."""
