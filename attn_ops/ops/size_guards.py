@@ -7,8 +7,8 @@ therefore starts with
 * the capacity checks of the ops, with the messages of eager calls (:func:`note_capacity`);
 * a check of every input tensor's dtype, device type, sizes and strides against the exported ones.
 
-They run on the host, before the first kernel, and throw ``std::runtime_error``. A lower bound is not checked: PyTorch
-takes the smallest size of a dynamic dimension as 2, and code for 2 or more rows also runs 0 or 1.
+They run on the host, before the first kernel, and throw ``std::runtime_error``. A size that PyTorch specializes on has
+no minimum (:data:`_SPECIALIZED`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 
 _NO_BOUND = 2**62
 """Sizes from here on are no bound: what PyTorch knows of every size is below ``2**63``."""
+
+_SPECIALIZED = 3
+"""Minima up to here are not checked. PyTorch specializes on sizes of 0 and 1, so the smallest dynamic size is 2, and 3
+of cumulative lengths, whose batch is one less. Code for these also runs the smaller sizes."""
 
 _noted: ContextVar[list[Capacity] | None] = ContextVar("attn_ops_capacities", default=None)
 
@@ -147,6 +151,11 @@ def _free(size: Any) -> set[Any]:
     return getattr(size, "free_symbols", set())
 
 
+def _number(bound: Any) -> int | None:
+    """A bound of a size, or None if it is infinite."""
+    return int(bound) if bound.is_Integer else None
+
+
 def _input_lines(graph: Any, name: str, value: Any, cpp: Callable[[Any], str]) -> Iterator[str]:
     """Checks of one input tensor. The stride of a dimension of size 1 or of an empty tensor is not checked."""
     from torch.utils._sympy.value_ranges import bound_sympy
@@ -169,9 +178,13 @@ def _input_lines(graph: Any, name: str, value: Any, cpp: Callable[[Any], str]) -
     yield f"const auto sizes = {name}.sizes(); const auto strides = {name}.strides();"
     for d, size in enumerate(value.get_size()):
         text = f'"size {d} of input {position}", sizes[{d}]'
-        upper: Any = bound_sympy(size, graph.sizevars.shape_env.var_to_range).upper if _free(size) else None
-        if getattr(upper, "is_Integer", False) and int(upper) < _NO_BOUND:
-            yield f'if (sizes[{d}] > {upper}LL) refuse({text}, "at most ", {upper}LL);'
+        if _free(size):
+            bounds = bound_sympy(size, graph.sizevars.shape_env.var_to_range)
+            lower, upper = _number(bounds.lower), _number(bounds.upper)
+            if lower is not None and lower > _SPECIALIZED:
+                yield f'if (sizes[{d}] < {lower}LL) refuse({text}, "at least ", {lower}LL);'
+            if upper is not None and upper < _NO_BOUND:
+                yield f'if (sizes[{d}] > {upper}LL) refuse({text}, "at most ", {upper}LL);'
         yield f'if (sizes[{d}] != {cpp(size)}) refuse({text}, "", {cpp(size)});'
     filled = " && ".join(["true", *(f"sizes[{d}] > 0" for d in range(len(value.get_size())))])
     yield f"if ({filled}) {{"

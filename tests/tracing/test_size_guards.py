@@ -113,3 +113,23 @@ def test_plan_step_fills_a_plan_and_refuses_a_page_table_beyond_its_capacity(tmp
         assert total == expected.kv_len.sum()
         for field, want, got in zip(expected._fields, expected, mutated[3:], strict=True):
             assert torch.equal(got, want), field
+
+
+class FirstRows(torch.nn.Module):
+    def forward(self, v: Tensor, s: Tensor) -> Tensor:
+        return torch.ops.attn.merge_state(v[:8], s[:8], v[:8], s[:8])[0]
+
+
+@pytest.mark.slow
+def test_package_refuses_sizes_below_the_minimum_of_a_dimension(tmp_path: Path) -> None:
+    rows = Dim("rows", min=8, max=64)
+    inputs = torch.randn(12, 4, 16), torch.randn(12, 4)
+    program = torch.export.export(FirstRows(), inputs, dynamic_shapes={"v": {0: rows}, "s": {0: rows}})
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "rows.pt2"))
+
+    for size in (7, 4, 0):
+        message = f"package: size 0 of input 0 is {size}; expected at least 8; pass tensors"
+        _refused(package, [t[:size] for t in inputs], message, tmp_path)
+    loaded = torch._inductor.aoti_load_package(package)
+    for size in (8, 12):
+        torch.testing.assert_close(loaded(*(t[:size] for t in inputs)), inputs[0][:8])
