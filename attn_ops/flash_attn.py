@@ -32,6 +32,7 @@ from attn_ops.frontend.flash.calls import (
     DENSE,
     VARLEN,
     Result,
+    check_heads,
     dense_attention,
     requests_of,
     unpack,
@@ -45,7 +46,6 @@ from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
-from attn_ops.plan.plan_checks import check_groups
 from attn_ops.typed import typed
 
 __all__ = [
@@ -243,8 +243,7 @@ def flash_attn_varlen_func(
             required(where, cu_seqlens_k=cu_seqlens_k)
         for name, t in (("k", k), ("v", v)):
             ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
-        positive(where, num_heads=q.shape[1])
-        check_groups(where, q.shape[1], k.shape[2])
+        check_heads(where, q, k, v, qv)
         check_latent(where, q, qv, (k, v), options)
         batch = CacheBatch(
             spec=cache_spec(q, k, v, qv, options, decode=False),
@@ -356,8 +355,7 @@ def flash_attn_with_kvcache(
     ranked(where, "q", q, DENSE if cu_seqlens_q is None else VARLEN)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
-    positive(where, num_heads=q.shape[-2])
-    check_groups(where, q.shape[-2], k_cache.shape[2])
+    check_heads(where, q, k_cache, v_cache, qv)
     check_latent(where, q, qv, (k_cache, v_cache), options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])
     requests = q.shape[0] if cu_seqlens_q is None else requests_of(where, "cu_seqlens_q", cu_seqlens_q)

@@ -235,6 +235,23 @@ def test_query_heads_that_do_not_share_the_kv_heads(kv_heads: int) -> None:
             call()
 
 
+@pytest.mark.parametrize(("dims", "name"), [((0, 0), "head_dim"), ((64, 0), "head_dim_v")])
+def test_heads_without_elements(dims: tuple[int, int], name: str) -> None:
+    q, k = (torch.ones(2, 3, heads, dims[0], dtype=torch.float16, device=DEVICE) for heads in (4, 2))
+    v = torch.ones(2, 3, 2, dims[1], dtype=torch.float16, device=DEVICE)
+    rows, offsets = [t.flatten(0, 1) for t in (q, k, v)], torch.tensor([0, 3, 6], dtype=torch.int32, device=DEVICE)
+    calls: list[Any] = [
+        lambda: flash_attn_func(q, k, v),
+        lambda: flash_attn_varlen_func(*rows, offsets, offsets),
+        lambda: flash_attn_varlen_func(rows[0], k, v, offsets, offsets, block_table=offsets[:2, None]),
+        lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=3),
+        lambda: flash_attn_with_kvcache(q[:, :1], k, v, k[:, :1], v[:, :1], cache_seqlens=2),
+    ]
+    for call in calls:
+        with pytest.raises(errors.OptionError, match=rf"^flash_attn_\w+: {name} is 0; expected 1 or more"):
+            call()
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 def test_more_tokens_than_a_cache_holds(paged: bool) -> None:
     """A number and a tensor are refused alike."""

@@ -99,6 +99,13 @@ def _finalize(finalize: Callable[..., Any], result: Result, *outputs: Tensor) ->
 # -------------------------------------------------------------------------------------------------- without a KV cache
 
 
+def check_heads(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> None:
+    """Of ``[..., heads, head_dim]``: heads have elements, and those of ``k`` divide those of ``q`` evenly."""
+    latent = 0 if qv is None else qv.shape[-1]
+    positive(where, num_heads=q.shape[-2], head_dim=q.shape[-1] + latent, head_dim_v=v.shape[-1])
+    check_groups(where, q.shape[-2], k.shape[-2])
+
+
 def requests_of(where: str, name: str, cumulative: Tensor) -> int:
     """The requests of cumulative lengths ``[batch + 1]``."""
     requests = index(where, name, cumulative).shape[0] - 1
@@ -161,8 +168,7 @@ def dense_attention(
                 f"[{batch}, {kv_len}, ...], with the batch of q and the length of k",
                 "make them agree",
             )
-    positive(where, num_heads=q.shape[2])
-    check_groups(where, q.shape[2], k.shape[2])
+    check_heads(where, q, k, v, qv)
     q, k = with_latents(where, q, k, v, qv)
     result = Result((batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -200,8 +206,7 @@ def varlen_attention(
     """``q [total_q, ...]`` over ``k, v [total_k, ...]`` by cumulative lengths."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
-    positive(where, num_heads=q.shape[1])
-    check_groups(where, q.shape[1], k.shape[1])
+    check_heads(where, q, k, v, qv)
     batch = requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     q, k = with_latents(where, q, k, v, qv)
     device, result = q.device, Result(None, return_lse, out)
