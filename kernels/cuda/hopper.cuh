@@ -147,9 +147,15 @@ DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
+// An arrival of this thread at `barrier` when all chunks that it has copied until now are in shared memory. Who has
+// waited for the barrier sees them, and executes fence_async_shared before another proxy reads them.
+DEVICE void arrive_after_chunks(uint32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 DEVICE void wait_for_chunks() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Before another proxy (TMA, WGMMA) reads what this thread wrote to shared memory.
+// Before another proxy (TMA, WGMMA) reads what this thread wrote to shared memory, or knows to be written there.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Copies from shared to global memory, both aligned to 16 bytes, after fence_async_shared.

@@ -20,14 +20,15 @@
 // Roles
 // -----
 // warp 0            producer KV: KV tiles, by TMA into two stages
-// warp 1            initialises barriers. With KV_CP_ASYNC it is a producer KV too: each copies half of the latent
-//                   columns
+// warp 1            initialises barriers
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 64 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
+// warps 0 to 3      with KV_CP_ASYNC all are producers KV: warp w copies half w % 2 of the latent columns, of 32
+//                   tokens. Warps 2 and 3 are producer Q before the tiles of a unit
 // warpgroup 1       with KV_FP8 the converters: FP8 tiles become 16-bit ones
 // last warpgroups   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
 //
-// Both producers walk the units of the cluster by themselves (`Schedule`). Producer Q passes them to the consumers.
+// All producers walk the units of the cluster by themselves (`Schedule`). Producer Q passes them to the consumers.
 //
 // Schedule
 // --------
@@ -49,12 +50,13 @@
 //                         With KV_FP8, in place of steps 3 and 4: wait for empty[own]; load the quarters, this CTA's
 //                         half of them, into V[own] of these CTAs, and when empty[peer] is complete, the rotary
 //                         columns; they complete their fp8_full
-//         [producers KV]  with KV_CP_ASYNC, in place of these loads: each copies two quarters of every token, zeros
-//                         from the end on; the one whose half is released last, or with KV_FP8 the second one, also the
-//                         rotary columns; wait for the copies; proxy fence; arrive on full, or fp8_full
+//         [producers KV]  with KV_CP_ASYNC, in place of these loads: each copies two quarters of its tokens, zeros from
+//                         the end on; those whose half is released last, or with KV_FP8 the second ones, also the
+//                         rotary columns. All lanes arrive on full, or fp8_full, when their copies have ended
 //         [converters]    wait for empty[peer]; quarter by quarter, those of V[peer] first: wait for fp8_full; convert
 //                         the tokens of this warp, in the stage; arrive on full
-//     5.  [consumer own]  quarter by quarter: wait for full; issue S_j = Q K_j^T
+//     5.  [consumer own]  quarter by quarter: wait for full, and for what threads copied execute a proxy fence; issue
+//                         S_j = Q K_j^T
 //     6.  [consumer own]  wait for S_j; mask, online softmax: store row_max for the peer; P_j and alpha
 //     7.  [consumer own]  when all its warps have S_j: store P_j over the rotary columns; arrive on p_stored[own]
 //     8.  [consumer own]  O[own] *= alpha, if a row_max of the warp has changed; O[own] += P_j V_j[own]; arrive on
@@ -79,7 +81,8 @@
 // The row maximum passes through the tiles in order: the owner of tile j continues with the row_max that it read in
 // step 9 of tile j-1. A consumer of kKeysFirst issues step 5 of its tile before step 9 of the preceding one, which
 // then overlaps step 6; the other issues it after. So one of them has a product in flight while the other computes a
-// softmax. With KV_FP8 both issue it after: step 5 may wait for a conversion, and step 9 releases a stage.
+// softmax. With KV_FP8 or KV_CP_ASYNC both issue it after: step 5 may wait for a conversion or for copies, and step 9
+// releases a stage.
 //
 // Memory after the last token may hold NaN, which a probability of 0 would not hide. Where the KV ends inside a tile,
 // each consumer sets its half of these values to 0 before it multiplies them: after step 7, and in step 9. Then all
@@ -101,14 +104,14 @@ namespace attn_ops {
 // Loop invariant of a consumer, at the top for own tile j: O, row_max and row_sum include the tiles up to j-2, own ones
 //     alone in row_sum, relative to row_max; the stage of tile j-1 holds its P or will.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes that
-//     CLUSTER CTAs load by TMA, or an arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and
-//     these bytes, or one after the last tile. empty, one for each stage and half: an arrival of each warp of that
-//     half's consumer in each CTA. p_stored, one for each consumer: an arrival of each of its warps. q_full: an arrival
-//     and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full,
-//     one for each consumer warp, with a phase for each unit of which it has rows: an arrival of the warp, and the
-//     bytes from its partner. merge_ready, the same: an arrival of the partner. Named barriers: the threads of a
-//     consumer, when all have their logits; all consumer threads, when both have stored row_sum, and with that have
-//     read the query. A cluster barrier at the start.
+//     CLUSTER CTAs load by TMA, or an arrival of each converter warp, or with KV_CP_ASYNC of each thread that copies
+//     the quarter. fp8_full, as full without converters, and once more after the last tile. empty, one for each stage
+//     and half: an arrival of each warp of that half's consumer in each CTA. p_stored, one for each consumer: an
+//     arrival of each of its warps. q_full: an arrival and the bytes, or an arrival of each thread that copies.
+//     q_empty: an arrival of each consumer warp. merge_full, one for each consumer warp, with a phase for each unit of
+//     which it has rows: an arrival of the warp, and the bytes from its partner. merge_ready, the same: an arrival of
+//     the partner. Named barriers: the threads of a consumer, when all have their logits; all consumer threads, when
+//     both have stored row_sum, and with that have read the query. A cluster barrier at the start.
 // Bound by: tensor cores for 128 heads, with reading KV from memory close; reading KV for few heads.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
     const char* q_nope,                            // [rows, heads, 512]
@@ -170,10 +173,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
       prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
     }
     for (auto& stage : shared.full)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : 1);
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : kTileArrivals);
 #if KV_FP8
     for (auto& stage : shared.fp8_full)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kTileArrivals);
     for (int& end : shared.fp8_end) end = 0;
 #endif
     for (auto& stage : shared.empty)
@@ -194,17 +197,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
         .rotary_head = stride_qb_head, .boxed = boxed != 0,
     };
 #if KV_CP_ASYNC
-    if (warp < 2)
-      produce_tokens<true>(p, {ckv, kCacheBytes * stride_ckv_page, kCacheBytes * stride_ckv_token},
-                           {kpe, kCacheBytes * stride_kpe_page, kCacheBytes * stride_kpe_token}, warp, shared);
+    const TokenSource latent = {ckv, kCacheBytes * stride_ckv_page, kCacheBytes * stride_ckv_token};
+    const TokenSource rotary = {kpe, kCacheBytes * stride_kpe_page, kCacheBytes * stride_kpe_token};
+    const TokenProducer<true, Shared> producer = {.p = p, .latent = latent, .rotary = rotary, .shared = shared};
+    producer.run<kPackedRows>(queries);
 #else
     if (warp == 0)
       produce<CLUSTER, true>(p, {.latent = &ckv, .rotary = &kpe}, shared, part);
-#endif
     else if (warp >= 2)
       produce_queries<kPackedRows>(p, queries, shared, part * kPackedRows);
     else
       end_prologue();
+#endif
 #if KV_FP8
   } else if (warp < kFirstConsumerWarp) {
     decrease_registers<kRegisters.converter>();

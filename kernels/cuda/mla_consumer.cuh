@@ -37,6 +37,7 @@ DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uin
   for (int i = 0; i < kQuarters; ++i) {
     const int quarter = i ^ first_half<true>(SELF) * 2, blocks = i == kQuarters - 1 ? 3 : 2;
     wait(full + quarter * 8, parity);
+    if (kFencesKv) fence_async_shared();
     mark(kWaitKeys);
     wgmma_fence();
 #pragma unroll

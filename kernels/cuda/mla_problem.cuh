@@ -38,6 +38,8 @@ constexpr DEVICE int first_half(int stage) {
 
 constexpr int kQueryBoxBlocks = 4;
 constexpr int kProducerThreads = 128, kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64;
+constexpr int kTileArrivals = KV_CP_ASYNC ? 64 : 1;  // of producers KV at the barrier of a quarter
+constexpr bool kFencesKv = KV_CP_ASYNC && !KV_FP8;   // consumers execute a proxy fence, as threads copied KV tiles
 constexpr int kConverterWarps = KV_FP8 ? 4 : 0;
 constexpr int kFirstConsumerWarp = kProducerThreads / 32 + kConverterWarps;
 

@@ -53,15 +53,13 @@ DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, const Fp8Tile& til
   mark(kIssue);
 }
 
-// In place of the first quarter of tile `number`: there is no such tile.
+// In place of the first quarter of tile `number`: there is no such tile. By the producers of that quarter.
 template <class Shared>
 DEVICE void end_fp8_tiles(Shared& shared, uint32 number) {
   const int stage = number & 1;
   for (int half = 0; half < 2; ++half) wait(shared_address(&shared.empty[stage][half]), number >> 1 & 1 ^ 1);
-  if (threadIdx.x % 32 == 0) {
-    shared.fp8_end[stage] = 1;
-    arrive(shared_address(&shared.fp8_full[stage][0]));
-  }
+  if (threadIdx.x == 0) shared.fp8_end[stage] = 1;
+  if (KV_CP_ASYNC || threadIdx.x == 0) arrive(shared_address(&shared.fp8_full[stage][0]));
 }
 #endif
 
@@ -165,45 +163,52 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, i
   }
 }
 
-// Two warps, or a thread if TMA loads them: this CTA's ROWS packed rows of each unit, from `offset` on, and the unit
-// itself. A unit without rows is the end.
+// Two warps, or a thread if TMA loads them: this CTA's ROWS packed rows of unit n, from `offset` on, and the unit
+// itself. A unit that does not exist has no rows: it is the end.
+template <int ROWS, class Shared>
+DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
+                         int offset) {
+  const int thread = threadIdx.x % kQueryThreads;
+  if (q.boxed && thread) return;
+  const uint32 full = shared_address(&shared.q_full), to = shared_address(shared.query);
+  const int first_packed_row = unit.first_packed_row + offset;
+  wait(shared_address(&shared.q_empty), n & 1 ^ 1);
+  mark(kWaitEmpty);
+  if (thread == 0) {
+    const int words[] = {unit.row,   exists ? unit.count : 0, unit.position, unit.start,
+                         unit.end,   unit.slot,               first_packed_row};
+#pragma unroll
+    for (int i = 0; i < 7; ++i) shared.unit[i] = words[i];
+  }
+  if (exists && q.boxed) {
+    arrive_expect(full, kBlocks * ROWS * kRowBytes);
+    const int tile_row = first_packed_row / p.heads;
+    const int row = unit.row + tile_row, head = first_packed_row - tile_row * p.heads;
+#pragma unroll
+    for (int block = 0; block < kRotary; block += kQueryBoxBlocks)
+      load_box(to + block * (ROWS * kRowBytes), q.latent_map, 0, head, row, block, full);
+    load_box(to + kRotary * (ROWS * kRowBytes), q.rotary_map, 0, head, row, 0, full);
+  } else {
+    if (exists) {
+      copy_queries<ROWS>(p, q, unit, first_packed_row, to, thread);
+      wait_for_chunks();
+      fence_async_shared();
+    }
+    arrive(full);
+  }
+  mark(kIssue);
+}
+
+// The queries of all units.
 template <int ROWS, class Shared>
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, int offset) {
-  const int thread = threadIdx.x % kQueryThreads;
-  if (q.boxed && thread) return end_prologue();
-  const uint32 full = shared_address(&shared.q_full), empty = shared_address(&shared.q_empty);
-  const uint32 to = shared_address(shared.query);
+  if (q.boxed && threadIdx.x % kQueryThreads) return end_prologue();
   Schedule schedule;
   Unit unit;
   for (uint32 n = 0;; ++n) {
     const bool exists = schedule.next_after_prologue(p, unit);
-    const int first_packed_row = unit.first_packed_row + offset;
     mark(kSchedule);
-    wait(empty, n & 1 ^ 1);
-    mark(kWaitEmpty);
-    if (thread == 0) {
-      const int words[] = {unit.row,   exists ? unit.count : 0, unit.position, unit.start,
-                           unit.end,   unit.slot,               first_packed_row};
-#pragma unroll
-      for (int i = 0; i < 7; ++i) shared.unit[i] = words[i];
-    }
-    if (exists && q.boxed) {
-      arrive_expect(full, kBlocks * ROWS * kRowBytes);
-      const int tile_row = first_packed_row / p.heads;
-      const int row = unit.row + tile_row, head = first_packed_row - tile_row * p.heads;
-#pragma unroll
-      for (int block = 0; block < kRotary; block += kQueryBoxBlocks)
-        load_box(to + block * (ROWS * kRowBytes), q.latent_map, 0, head, row, block, full);
-      load_box(to + kRotary * (ROWS * kRowBytes), q.rotary_map, 0, head, row, 0, full);
-    } else {
-      if (exists) {
-        copy_queries<ROWS>(p, q, unit, first_packed_row, to, thread);
-        wait_for_chunks();
-        fence_async_shared();
-      }
-      arrive(full);
-    }
-    mark(kIssue);
+    load_queries<ROWS>(p, q, unit, exists, n, shared, offset);
     if (!exists) return;
   }
 }

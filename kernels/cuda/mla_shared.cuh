@@ -22,9 +22,10 @@ constexpr int kPvColumns = KV_FP8 ? kHalf / 2 : kHalf;
 struct Registers {
   int producer, converter, consumer;  // of a thread
 };
-constexpr Registers kRegisters = KV_FP8 ? Registers{40, 56, 208} : Registers{40, 0, 232};
+constexpr Registers kRegisters =
+    KV_FP8 ? Registers{40, 56, 208} : KV_CP_ASYNC ? Registers{56, 0, 224} : Registers{40, 0, 232};
 constexpr int kThreads = kFirstConsumerWarp * 32 + 2 * kConsumerThreads;
-constexpr bool kKeysFirst[2] = {false, !KV_FP8};  // by consumer
+constexpr bool kKeysFirst[2] = {false, !KV_FP8 && !KV_CP_ASYNC};  // by consumer
 enum NamedBarrier { kOneConsumer = 1, kBothConsumers = 3 };
 
 struct Shared {

@@ -16,14 +16,14 @@
 // Roles
 // -----
 // warp 0            producer KV: KV tiles, by TMA into two stages
-// warp 1            initialises barriers. With KV_CP_ASYNC it is a producer KV too: each copies half of the latent
-//                   columns
+// warp 1            initialises barriers
 // warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 16 packed rows are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
+// warps 0 to 3      with KV_CP_ASYNC all are producers KV, as in `mla.cu`
 // warpgroup 1       with KV_FP8 the converters: FP8 tiles become 16-bit ones
 // last warpgroup    consumer: attention
 //
-// Both producers walk the units of the CTA by themselves (`Schedule`). Producer Q passes them to the consumer.
+// All producers walk the units of the CTA by themselves (`Schedule`). Producer Q passes them to the consumer.
 //
 // Schedule
 // --------
@@ -41,12 +41,13 @@
 //                         columns count for the last quarter.
 //                         With KV_FP8, wait for empty of the lower half; load the quarters into it, and when the upper
 //                         half is empty, the rotary columns; they complete their fp8_full.
-//                         With KV_CP_ASYNC each producer KV copies its two quarters of every token, zeros from the end
-//                         on, the second one also the rotary columns; waits for the copies; proxy fence; arrives on
-//                         full, or fp8_full
+//                         With KV_CP_ASYNC each producer KV copies two quarters of its tokens, zeros from the end on,
+//                         those of the second half also the rotary columns. All lanes arrive on full, or fp8_full, when
+//                         their copies have ended
 //         [converters]    wait for empty of the upper half; quarter by quarter, the upper ones first: wait for
 //                         fp8_full; convert the tokens of this warp, in the stage; arrive on full
-//     4.  [consumer]      quarter by quarter: wait for full; issue S^T = K_j Q^T
+//     4.  [consumer]      quarter by quarter: wait for full, and for what threads copied execute a proxy fence; issue
+//                         S^T = K_j Q^T
 //     5.  [consumer]      wait for S^T; mask; maxima over the tokens of each warp, then over the warps by shared
 //                         memory; online softmax; store P^T as a K-major operand; rescale O^T, if a row_max has changed
 //     6.  [consumer]      half by half: O^T += V_j^T P^T; arrive on empty
@@ -82,12 +83,12 @@ namespace attn_ops {
 // Loop invariant of the consumer, at the top for tile j: O^T, row_max and row_sum include the tiles before j, row_sum
 //     those tokens of them that the thread has, relative to row_max, which all its threads have alike.
 // Barriers: full, one for each stage and quarter of the latent columns: an arrival of producer KV, and the bytes, or an
-//     arrival of each converter warp. fp8_full, as full: an arrival of producer KV, and the bytes, or one after the
-//     last tile. empty, one for each stage and half: an arrival of each consumer warp. q_full: an arrival and the
-//     bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp. merge_full, one for
-//     each consumer warp: an arrival of the warp, and the bytes from its partner. merge_ready, one for each consumer
-//     warp: an arrival of the partner. Named barrier: the threads of the consumer, when
-//     all have stored maxima or sums, or P, or columns of the result, or have read the latter.
+//     arrival of each converter warp, or with KV_CP_ASYNC of each thread that copies the quarter. fp8_full, as full
+//     without converters, and once more after the last tile. empty, one for each stage and half: an arrival of each
+//     consumer warp. q_full: an arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of
+//     each consumer warp. merge_full, one for each consumer warp: an arrival of the warp, and the bytes from its
+//     partner. merge_ready, one for each consumer warp: an arrival of the partner. Named barrier: the threads of the
+//     consumer, when all have stored maxima or sums, or P, or columns of the result, or have read the latter.
 // Bound by: reading KV from memory.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     const char* q_nope,                            // [rows, heads, 512]
@@ -148,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
       prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
     }
     for (auto& stage : shared.full)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : 1);
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : kTileArrivals);
 #if KV_FP8
     for (auto& stage : shared.fp8_full)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), 1);
+      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kTileArrivals);
     for (int& end : shared.fp8_end) end = 0;
 #endif
     for (auto& stage : shared.empty)
@@ -170,17 +171,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
         .rotary_head = stride_qb_head, .boxed = boxed != 0,
     };
 #if KV_CP_ASYNC
-    if (warp < 2)
-      produce_tokens<false>(p, {ckv, kCacheBytes * stride_ckv_page, kCacheBytes * stride_ckv_token},
-                            {kpe, kCacheBytes * stride_kpe_page, kCacheBytes * stride_kpe_token}, warp, shared);
+    const TokenSource latent = {ckv, kCacheBytes * stride_ckv_page, kCacheBytes * stride_ckv_token};
+    const TokenSource rotary = {kpe, kCacheBytes * stride_kpe_page, kCacheBytes * stride_kpe_token};
+    const TokenProducer<false, Shared> producer = {.p = p, .latent = latent, .rotary = rotary, .shared = shared};
+    producer.run<kPackedRows>(queries);
 #else
     if (warp == 0)
       produce<CLUSTER, false>(p, {.latent = &ckv, .rotary = &kpe}, shared, 0);
-#endif
     else if (warp >= 2)
       produce_queries<kPackedRows>(p, queries, shared, 0);
     else
       end_prologue();
+#endif
 #if KV_FP8
   } else if (warp < kFirstConsumerWarp) {
     end_prologue();

@@ -55,6 +55,7 @@ struct Consumer {
     for (int i = 0; i < kQuarters; ++i) {
       const int quarter = i ^ first_half<false>(stage) * 2, blocks = i == kQuarters - 1 ? 3 : 2;
       wait(full + (stage * kQuarters + quarter) * 8, parity);
+      if (kFencesKv) fence_async_shared();
       mark(kWaitKeys);
       wgmma_fence();
 #pragma unroll

@@ -1,91 +1,90 @@
-// MLA: the producers of KV tiles in pages of any size.
+// MLA: the producers of KV tiles in pages of any size, and of queries.
 #pragma once
 
-#include "mla_problem.cuh"
+#include "mla_producer.cuh"
 #include "token_copies.cuh"
-#if KV_FP8
-#include "mla_fp8_converter.cuh"
-#endif
 
 namespace attn_ops {
 namespace {
 
-using Tokens = TileTokens<kTile>;
+// One of four warps: of each KV tile it copies the latent columns of a half, and kOwnTokens.
+constexpr int kOwnTokens = kTile / 2, kOwnBlocks = kRotary / 2;
 
-#if KV_FP8
-// The quarters 2 * warp and 2 * warp + 1 of an FP8 tile, in the order of their conversion; the second warp has the
-// rotary columns too, which lie where consumers may read until both halves are released.
-template <class Shared>
-DEVICE void copy_tile(const Problem& p, const TokenSource& latent, const TokenSource& rotary, const Tokens& tokens,
-                      int warp, int first, int stage, uint32 parity, Shared& shared) {
-  const Fp8Tile tile = {shared_address(shared.kv[stage]), first};
-  wait(shared_address(&shared.empty[stage][1 - first]), parity);
-  mark(kWaitEmpty);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int quarter = 2 * warp + i;
-    tokens.copy_rows<1, kRowBytes, kBlockBytes>(p, latent.from_byte(tile.quarter(quarter) * kRowBytes), [&](int group) {
-      return tile.latent(quarter) + group * kGroupBytes;
-    });
-  }
-  if (warp == 1) {
-    wait(shared_address(&shared.empty[stage][first]), parity);
-    constexpr int kGroups = kConvertedTokens / 8;
-    tokens.copy_rows<1, kRowBytes / 2, kBlockBytes>(p, rotary, [&](int group) {
-      return tile.rotary(group / kGroups) + group % kGroups * (kGroupBytes / 2);
-    });
-  }
-}
-#else
-// The half `warp` of the latent columns. The warp of the half that is released last copies the rotary columns too: P,
-// which lies there, has been read by then.
-template <class Shared>
-DEVICE void copy_tile(const Problem& p, const TokenSource& latent, const TokenSource& rotary, const Tokens& tokens,
-                      int warp, int first, int stage, uint32 parity, Shared& shared) {
-  constexpr int kHalfBlocks = kRotary / 2;
-  const uint32 to = shared_address(shared.kv[stage]);
-  wait(shared_address(&shared.empty[stage][warp]), parity);
-  mark(kWaitEmpty);
-  tokens.copy_rows<kHalfBlocks, kRowBytes, kBlockBytes>(
-      p, latent.from_byte(warp * kHalfBlocks * kRowBytes),
-      [&](int group) { return to + warp * kHalfBlocks * kBlockBytes + group * kGroupBytes; });
-  if (warp != first)
-    tokens.copy_rows<1, kRowBytes, kBlockBytes>(
-        p, rotary, [&](int group) { return to + kRotary * kBlockBytes + group * kGroupBytes; });
-}
-#endif
-
-// Two warps: the KV tiles of all units, without clusters that share them. Each has two quarters of the latent columns.
-// Page numbers are loaded a tile ahead. ALTERNATE: as of `first_half`.
+// ALTERNATE: as of `first_half`.
 template <bool ALTERNATE, class Shared>
-DEVICE void produce_tokens(const Problem& p, const TokenSource& latent, const TokenSource& rotary, int warp,
-                           Shared& shared) {
-  const int lane = threadIdx.x % 32;
-  const FastDivide by_page(p.page_size);
-  Schedule schedule;
-  Unit unit;
-  uint32 tile = 0;
-  while (schedule.next_after_prologue(p, unit)) {
-    mark(kSchedule);
-    const PagedTokens request = {by_page, unit.page_start, unit.end};
-    for (Tokens tokens(p, request, unit.start); tokens.first < unit.end; ++tile) {
-      const int stage = tile & 1;
-      copy_tile(p, latent, rotary, tokens, warp, first_half<ALTERNATE>(stage), stage, tile >> 1 & 1 ^ 1, shared);
-      tokens.advance(p);
-      finish_copies();
+struct TokenProducer {
+  using Tokens = TileTokens<kOwnTokens, kTile, 4>;
+
+  const Problem& p;
+  const TokenSource &latent, &rotary;
+  Shared& shared;
+  const int warp = uniform(threadIdx.x / 32), half = warp % 2, own = warp / 2 * kOwnTokens;
+
 #if KV_FP8
-      auto& full = shared.fp8_full;
-#else
-      auto& full = shared.full;
-#endif
-      if (lane < 2) arrive(shared_address(&full[stage][2 * warp + lane]));
-      mark(kIssue);
+  // Two quarters, in the order of their conversion. With the last one come the rotary columns, which lie where
+  // consumers may read until both halves are released.
+  DEVICE void copy_tile(const Tokens& tokens, uint32 number) const {
+    const int stage = number & 1, first = first_half<ALTERNATE>(stage), quarter = 2 * half;
+    const uint32 parity = number >> 1 & 1 ^ 1;
+    const Fp8Tile tile = {shared_address(shared.kv[stage]), first};
+    wait(shared_address(&shared.empty[stage][1 - first]), parity);
+    mark(kWaitEmpty);
+    tokens.template copy_rows<2, kRowBytes, kBlockBytes>(
+        p, latent.from_byte(tile.quarter(quarter) * kRowBytes),
+        [&](int group) { return tile.latent(quarter) + (own / 8 + group) * kGroupBytes; });
+    arrive_after_chunks(shared_address(&shared.fp8_full[stage][quarter]));
+    if (half) {
+      wait(shared_address(&shared.empty[stage][first]), parity);
+      constexpr int kGroups = kConvertedTokens / 8;
+      tokens.template copy_rows<1, kRowBytes / 2, kBlockBytes>(p, rotary, [&](int group) {
+        return tile.rotary((own / 8 + group) / kGroups) + group % kGroups * (kGroupBytes / 2);
+      });
     }
+    arrive_after_chunks(shared_address(&shared.fp8_full[stage][quarter + 1]));
   }
-#if KV_FP8
-  if (warp == 0) end_fp8_tiles(shared, tile);
+#else
+  // The warps of the half that is released last copy the rotary columns too: P, which lies there, has been read then.
+  DEVICE void copy_tile(const Tokens& tokens, uint32 number) const {
+    const int stage = number & 1;
+    const uint32 to = shared_address(shared.kv[stage]) + own / 8 * kGroupBytes;
+    wait(shared_address(&shared.empty[stage][half]), number >> 1 & 1 ^ 1);
+    mark(kWaitEmpty);
+    tokens.template copy_rows<kOwnBlocks, kRowBytes, kBlockBytes>(
+        p, latent.from_byte(half * kOwnBlocks * kRowBytes),
+        [&](int group) { return to + half * kOwnBlocks * kBlockBytes + group * kGroupBytes; });
+    arrive_after_chunks(shared_address(&shared.full[stage][2 * half]));
+    if (half != first_half<ALTERNATE>(stage))
+      tokens.template copy_rows<1, kRowBytes, kBlockBytes>(
+          p, rotary, [&](int group) { return to + kRotary * kBlockBytes + group * kGroupBytes; });
+    arrive_after_chunks(shared_address(&shared.full[stage][2 * half + 1]));
+  }
 #endif
-}
+
+  // All units. Two of the warps load the queries of a unit before its tiles. Page numbers are loaded a tile ahead.
+  template <int ROWS>
+  DEVICE void run(const Queries& queries) const {
+    const FastDivide by_page(p.page_size);
+    Schedule schedule;
+    Unit unit;
+    uint32 tile = 0;
+    for (uint32 n = 0;; ++n) {
+      const bool exists = schedule.next_after_prologue(p, unit);
+      mark(kSchedule);
+      if (warp >= 2) load_queries<ROWS>(p, queries, unit, exists, n, shared, 0), __syncwarp();
+      if (!exists) break;
+      const PagedTokens request = {by_page, unit.page_start, unit.end};
+      Tokens tokens(p, request, unit.start + own);
+      for (int first = unit.start; first < unit.end; first += kTile, ++tile) {
+        copy_tile(tokens, tile);
+        tokens.advance(p);
+        mark(kIssue);
+      }
+    }
+#if KV_FP8
+    if (half == 0) end_fp8_tiles(shared, tile);
+#endif
+  }
+};
 
 }  // namespace
 }  // namespace attn_ops

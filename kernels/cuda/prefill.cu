@@ -54,8 +54,10 @@
 //     4.  [producer V]  the same with v. Where the KV ends, or a window begins, inside a box: wait for the loads on
 //                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
 //         [producers K and V]  with KV_CP_ASYNC, in place of steps 3 and 4: wait for empty; all lanes copy the rows of
-//                       the tile's tokens, zeros from the end on; load the page numbers of tile j+1; wait for the
-//                       copies; proxy fence; arrive on full[j]
+//                       the tile's tokens, zeros from the end on, and arrive on full[j] when their copies have ended;
+//                       load the page numbers of tile j+1. Consumers execute a proxy fence after they have waited for
+//                       full. Warp 3 is a second producer V, unless it transposes or a loaded tile has 32 tokens: each
+//                       copies half of the tokens. It loads its part of the queries before the tiles of a unit
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
@@ -124,16 +126,17 @@ namespace attn_ops {
 // Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile, row_max and
 //     row_sum include that tile, O includes those before it and is relative to row_max (with FP8 products, to the
 //     maximum before that tile).
-// Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes that TMA loads; with FP8
-//     KV an arrival of each converter. fp8_full and fp8_empty, one for each FP8 tile: as full barriers without FP8, and
-//     an arrival of each converter. k_empty and v_empty, one for each stage: an arrival of each warp that reads the
-//     tile. q_full, one for each query buffer: an arrival and the bytes, or an arrival of each thread that copies.
-//     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an
-//     arrival of producers K and V each, and of each thread that loads queries; with FP8 products of each producer
-//     warp. staging: an arrival of producer V, and the bytes. Named barriers: one for each consumer in order, of its
-//     threads and those of the consumer before it (step 8); one of the threads of two consumers, around the exchange of
-//     step 12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
-//     transposes, and t_empty those that v_empty has otherwise.
+// Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes that TMA loads; with
+//     KV_CP_ASYNC an arrival of each thread that copies; with FP8 KV an arrival of each converter. fp8_full and
+//     fp8_empty, one for each FP8 tile: as full barriers without FP8, and an arrival of each converter. k_empty and
+//     v_empty, one for each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an
+//     arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp that
+//     has rows. unit_full: an arrival of the scheduler. unit_empty: an arrival of each warp that is a producer of K or
+//     V, and of each other thread that loads queries; with FP8 products of each producer warp. staging: an arrival of
+//     producer V, and the bytes. Named barriers: one for each consumer in order, of its threads and those of the
+//     consumer before it (step 8); one of the threads of two consumers, around the exchange of step 12. With FP8
+//     products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that transposes, and
+//     t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
@@ -202,9 +205,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     const int readers = kConsumerWarps * (p.block_rows() / kPackedRows);
-    const int writers = KV_FP8 ? kWarpsOfTensor : 1;
-    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
-    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
+    constexpr int key_writers = KV_FP8 ? kWarpsOfTensor : kKeyArrivals;
+    constexpr int value_writers = KV_FP8 ? kWarpsOfTensor : kValueArrivals;
+    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), key_writers);
+    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), value_writers);
     for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
 #if Q_FP8
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), kTransposeWarps);
@@ -214,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
 #endif
 #if KV_FP8
-    for (auto& barriers : shared.fp8_full)
-      for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), 1);
+    for (uint64& barrier : shared.fp8_full[0]) init_barrier(shared_address(&barrier), kKeyArrivals);
+    for (uint64& barrier : shared.fp8_full[1]) init_barrier(shared_address(&barrier), kValueArrivals);
     for (auto& barriers : shared.fp8_empty)
       for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kWarpsOfTensor);
     for (int& end : shared.fp8_end) end = 0;
@@ -224,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), p.consumers() * kConsumerWarps);
     init_barrier(shared_address(&shared.unit_full), 1);
     init_barrier(shared_address(&shared.unit_empty),
-                 Q_FP8 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
+                 Q_FP8 ? kProducerWarps : 1 + kValueProducers + (q_box_rows ? 1 : kQueryThreads / kValueProducers));
     init_barrier(shared_address(&shared.staging), 1);
     fence_barrier_init();
   }
@@ -238,10 +242,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #if KV_CP_ASYNC
     if (warp == 0)
       produce_tokens<false>(p, {k, kLoadedBytes * stride_k_page, kLoadedBytes * stride_k_token},
-                            kLoadedBytes * stride_k_head, shared);
-    else if (warp == 1)
+                            kLoadedBytes * stride_k_head, queries, 0, shared);
+    else if (warp % 2 && warp < 2 * kValueProducers)
       produce_tokens<true>(p, {v, kLoadedBytes * stride_v_page, kLoadedBytes * stride_v_token},
-                           kLoadedBytes * stride_v_head, shared);
+                           kLoadedBytes * stride_v_head, queries, warp / 2, shared);
 #else
     if (warp == 0)
       produce<false>(p, {&k, k_page_step, k_head_step}, shared);

@@ -176,6 +176,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const auto values_of = [&](uint32 tile) { return values + tile % kPvStages * (kValueBytes / 16); };
   const auto issue_tile = [&](Logits& logits, uint32 tile) {
     wait(k_full.of(tile), k_full.parity(tile));
+    if (kFencesKeys) fence_async_shared();
     mark(kWaitKeys);
     wgmma_fence();
     issue_qk(logits, query, keys + tile % kKeyStages * (kKeyBytes / 16));
@@ -249,6 +250,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         issue_tile(logits, number);
         mark(kQk);
         wait(v_full.of(previous), v_full.parity(previous));
+        if (kFencesValues) fence_async_shared();
         mark(kWaitValues);
         issue_pv(output, partial, probabilities, values_of(previous));
         wgmma_wait<1>();
@@ -293,6 +295,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       }
       if (!split_kv) arrive_by_warp(q_empty);
       wait(v_full.of(number), v_full.parity(number));
+      if (kFencesValues) fence_async_shared();
       mark(kWaitValues);
       issue_pv(output, partial, probabilities, values_of(number));
       if (kQueries > 1 && !split_kv) {

@@ -55,14 +55,20 @@ constexpr int kConverterWarps = KV_FP8 ? 4 : 0, kFirstConsumerWarp = kProducerWa
 constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert keys, or values
 constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps);
 // Of a thread. More than the CTA has from its launch would never become free. Producers that transpose spill less with
-// more, which consumers of heads of 64 can spare.
-constexpr bool kSparesRegisters = kDimQk == 64 && kFp8Products;
+// more, and those that copy tokens have several addresses at once, where consumers can spare them without spilling.
+constexpr bool kSparesRegisters = kFp8Products ? kDimQk == 64 : KV_CP_ASYNC && !KV_FP8 && kConsumers == 2;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSparesRegisters ? 56 : 40;
 constexpr int kConverterRegisters = KV_FP8 ? 56 : 0;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : KV_FP8 ? 208 : kSparesRegisters ? 224 : 232;
 constexpr int kLaunchRegisters = kThreads == 512 ? 128 : 168;
 static_assert(kProducerRegisters + kConverterRegisters + kConsumers * kConsumerRegisters <=
               kThreads / 128 * kLaunchRegisters);
+// Producers that copy tokens: how many have values, the arrivals of one at a barrier, and the addresses that it has at
+// once. Who multiplies what threads copied executes a proxy fence.
+constexpr int kValueProducers = KV_CP_ASYNC && !kFp8Products && kLoadedTile >= 64 ? 2 : 1;
+constexpr int kProducerArrivals = KV_CP_ASYNC ? 32 : 1, kAddresses = kProducerRegisters > 40 ? 8 : 2;
+constexpr int kKeyArrivals = kProducerArrivals, kValueArrivals = kValueProducers * kProducerArrivals;
+constexpr bool kFencesKeys = KV_CP_ASYNC && !KV_FP8, kFencesValues = kFencesKeys && !kFp8Products;
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
 constexpr int kBeforeAll = -1024;                                // less than any token plus a row of a unit

@@ -25,6 +25,7 @@ struct LoadedTiles {
   static constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = kLoadedTile * kDim * kLoadedBytes;
   static constexpr int kStages = KV_FP8 ? kFp8Stages : VALUES ? kValueStages : kKeyStages;
   static constexpr int kFullBarriers = KV_FP8 ? kStages : 2 * kStages;
+  static constexpr int kProducers = VALUES ? kValueProducers : 1;
   using Layout = LoadedLayout<kDim>;
 
   uint32 memory, full, empty;
@@ -41,13 +42,11 @@ struct LoadedTiles {
   DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
 
 #if KV_FP8
-  // There is no tile `tile`: when all before it are converted, the converters end.
-  DEVICE void end(uint32 tile, Shared& shared, int lane) const {
+  // There is no tile `tile`: when all before it are converted, the converters end. By all producers, or all `part`s.
+  DEVICE void end(uint32 tile, Shared& shared, int lane, int part = 0) const {
     for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);
-    if (lane == 0) {
-      shared.fp8_end[VALUES] = 1;
-      arrive(full);
-    }
+    if (lane == 0 && part == 0) shared.fp8_end[VALUES] = 1;
+    if (lane < kProducerArrivals) arrive(full);
   }
 #endif
 };
@@ -226,7 +225,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
 }
 
 // Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread
-// is the scheduler.
+// is the scheduler. With two producers of values the second one is the other warp.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;

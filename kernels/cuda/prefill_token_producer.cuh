@@ -7,41 +7,46 @@
 namespace attn_ops {
 namespace {
 
-// One warp: the KV tiles of all units, as `produce` of prefill_producer.cuh. Page numbers are loaded a tile ahead.
+// One warp: the KV tiles of all units, as `produce` of prefill_producer.cuh. Page numbers are loaded a tile ahead. Of
+// several producers each has its `part` of the tokens of a tile; the second one loads queries too, unless TMA does.
 template <bool VALUES>
-DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 stride_head, Shared& shared) {
+DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 stride_head, const Queries& q, int part,
+                           Shared& shared) {
   using Tiles = LoadedTiles<VALUES>;
   using Layout = typename Tiles::Layout;
+  constexpr int kOwnTokens = kLoadedTile / Tiles::kProducers;
   const Tiles tiles(shared);
   const int lane = threadIdx.x % 32;
   const FastDivide by_page(p.page_size);
   uint32 tile = 0;
   for (uint32 n = 0;; ++n) {
     const Unit& unit = wait_for_unit(n, shared);
+    if (Tiles::kProducers > 1 && part && !q.box_rows)
+      load_queries(p, q, unit, n, shared, threadIdx.x % kQueryThreads), __syncwarp();
     if (unit.count <= 0) break;
     const PagedTokens request = {by_page, unit.page_start, unit.end};
     const TokenSource of_head = source.from_byte(unit.kv_head * stride_head);
     const int tokens_of_unit = unit.end - unit.start;
-    TileTokens<kLoadedTile> tokens(p, request, unit.start);
-    const int end = tokens.first + (tokens_of_unit + kTile - 1) / kTile * kTile;  // of the last KV tile
+    int first = unit.start;
+    const int end = first + (tokens_of_unit + kTile - 1) / kTile * kTile;  // of the last KV tile
+    TileTokens<kOwnTokens, kLoadedTile, kAddresses> tokens(p, request, first + part * kOwnTokens);
     bool released = VALUES || tokens_of_unit <= 0;
     if (released) release_unit(shared);
     mark(kSchedule);
-    for (; tokens.first < end; ++tile) {
-      if (!released && request.end - tokens.first <= kTilesAhead * kTile) release_unit(shared), released = true;
-      const uint32 to = tiles.memory + tile % Tiles::kStages * Tiles::kBytes;
+    for (; first < end; first += kLoadedTile, ++tile) {
+      if (!released && request.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;
+      const uint32 to = tiles.memory + tile % Tiles::kStages * Tiles::kBytes + part * (kOwnTokens / 8) * Layout::kGroup;
       tiles.wait_for_empty(tile);
       mark(kWaitEmpty);
       tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
           p, of_head, [&](int group) { return to + group * Layout::kGroup; });
+      arrive_after_chunks(tiles.full + tile % Tiles::kFullBarriers * 8);
       tokens.advance(p);
-      finish_copies();
-      if (lane == 0) arrive(tiles.full + tile % Tiles::kFullBarriers * 8);
       mark(kIssue);
     }
   }
 #if KV_FP8
-  tiles.end(tile, shared, lane);
+  tiles.end(tile, shared, lane, part);
 #endif
 }
 

@@ -28,8 +28,12 @@ struct PagedTokens {
   }
 };
 
-// TOKENS tokens of a KV tile, from `first` on. Lane l has the page numbers of the tokens l, l + 32 and so on.
-template <int TOKENS>
+// TOKENS tokens of a KV tile, from `first` on; those of the next tile are STEP tokens further. Lane l has the page
+// numbers of the tokens l, l + 32 and so on.
+//
+// ADDRESSES addresses have registers of their own. A copy reads its registers late, so that an address in the same ones
+// would wait for it.
+template <int TOKENS, int STEP, int ADDRESSES>
 struct TileTokens {
   static constexpr int kOwn = TOKENS / 32;
 
@@ -45,7 +49,7 @@ struct TileTokens {
   // The next tile: its page numbers are on their way while copies of this one are.
   template <class Problem>
   DEVICE void advance(const Problem& p) {
-    first += TOKENS;
+    first += STEP;
     load_pages(p);
   }
 
@@ -60,7 +64,8 @@ struct TileTokens {
   // have a row.
   template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group>
   DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group) const {
-    constexpr int kChunks = ROW_BYTES / 16, kRows = 32 / kChunks;
+    constexpr int kChunks = ROW_BYTES / 16, kRows = 32 / kChunks, kCopies = 32 / kRows;
+    constexpr int kAtOnce = ADDRESSES < kCopies ? ADDRESSES : kCopies;
     const int lane = threadIdx.x % 32, row = lane / kChunks, chunk = lane % kChunks;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -70,23 +75,25 @@ struct TileTokens {
       const uint64 own = reinterpret_cast<uint64>(from.first + (token < request.end ? offset : 0));
       const uint32 existing = __ballot_sync(~0u, token < request.end) >> row;
 #pragma unroll
-      for (int first_row = 0; first_row < 32; first_row += kRows) {
-        const uint64 address = __shfl_sync(~0u, own, first_row + row);
-        const char* from_row = reinterpret_cast<const char*>(address) + chunk * 16;
-        const int in_group = first_row % 8 + row, swizzle = in_group * ROW_BYTES / 128 & (kChunks - 1);
-        const uint32 to = group(i * 4 + first_row / 8) + in_group * ROW_BYTES + (chunk ^ swizzle) * 16;
+      for (int copy = 0; copy < kCopies; copy += kAtOnce) {
+        uint64 addresses[kAtOnce];
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block)
-          copy_chunk(to + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> first_row & 1);
+        for (int j = 0; j < kAtOnce; ++j)
+          addresses[j] = __shfl_sync(~0u, own, (copy + j) * kRows + row) + chunk * 16;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int first_row = (copy + j) * kRows;
+          const char* from_row = reinterpret_cast<const char*>(addresses[j]);
+          const int in_group = first_row % 8 + row, swizzle = in_group * ROW_BYTES / 128 & (kChunks - 1);
+          const uint32 to = group(i * 4 + first_row / 8) + in_group * ROW_BYTES + (chunk ^ swizzle) * 16;
+#pragma unroll
+          for (int block = 0; block < BLOCKS; ++block)
+            copy_chunk(to + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> first_row & 1);
+        }
       }
     }
   }
 };
-
-// One warp: what it has copied is in shared memory, and may be read by WGMMA and by other threads after an arrival.
-DEVICE void finish_copies() {
-  wait_for_chunks(), fence_async_shared(), __syncwarp();
-}
 
 }  // namespace
 }  // namespace attn_ops

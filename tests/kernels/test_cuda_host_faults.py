@@ -27,6 +27,8 @@ class Planted(NamedTuple):
 
 
 RELEASE = "arrive(shared_address(&shared.unit_empty));"
+VALUES_FULL = "wait(v_full.of(number), v_full.parity(number));"
+VALUES_FENCE = "if (kFencesValues) fence_async_shared();"
 
 PREFILL_FAULTS = {
     "no arrival": Planted(
@@ -65,7 +67,7 @@ PREFILL_FAULTS = {
         Fault("arrive_expect(full, blocks * kQueryBytes);", "arrive_expect(full, 64);"), "lacks 0 of 1 arrivals and -"
     ),
     "no wait for values": Planted(
-        Fault("wait(v_full.of(number), v_full.parity(number));\n      mark(kWaitValues);", "mark(kWaitValues);"),
+        Fault(f"{VALUES_FULL}\n      {VALUES_FENCE}", VALUES_FENCE),
         r"race: (.|\n)*TMA(.|\n)*wgmma",
     ),
     "a stage is released before its last product": Planted(
@@ -144,8 +146,6 @@ PREFILL_FAULTS = {
 RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + part * 8);"
 CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {RELEASE}"
 
-END = "shared.fp8_end[VALUES] = 1;\n      arrive(full);"
-
 FP8_FAULTS = {
     "no proxy fence after conversions": Planted(
         Fault(CONVERTED, CONVERTED.removeprefix("fence_async_shared();\n      ")), "no proxy fence"
@@ -165,7 +165,7 @@ FP8_FAULTS = {
     "the end is passed on while tiles are converted": Planted(
         Fault("for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);", ""), "race|more arrivals"
     ),
-    "the end is not passed on": Planted(Fault(END, END.replace("arrive(full);", "")), "deadlock"),
+    "the end is not passed on": Planted(Fault("if (lane < kProducerArrivals) arrive(full);", ""), "deadlock"),
     "a converted tile is not passed on": Planted(
         Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
     ),
@@ -262,6 +262,7 @@ SWAPPED_FAULTS = {
 LATENT_CONVERTED = (
     "if (i == kQuarters - 1) conversion.convert_rotary();\n      fence_async_shared();\n      __syncwarp();"
 )
+HALF_EMPTY = "wait(shared_address(&shared.empty[stage][half]), number >> 1 & 1 ^ 1);"
 OVER_P = "rotary columns are loaded over P, which lies elsewhere with swapped operands"
 
 MLA_FP8_FAULTS = {
@@ -289,7 +290,7 @@ MLA_FP8_FAULTS = {
         Fault("if (i == 0) wait(shared_address(&shared.empty[stage][first]), parity ^ 1);", ""), "race|more arrivals"
     ),
     "the end is passed on while tiles are converted": Planted(
-        Fault("wait(shared_address(&shared.empty[stage][half]), number >> 1 & 1 ^ 1);", ";"),
+        Fault(f"for (int half = 0; half < 2; ++half) {HALF_EMPTY}", ""),
         "race|more arrivals",
     ),
     "the end is not passed on": Planted(Fault("arrive(shared_address(&shared.fp8_full[stage][0]));", ""), "deadlock"),
@@ -305,14 +306,7 @@ MLA_FP8_FAULTS = {
     ),
 }
 
-COPIES = "wait_for_chunks(), fence_async_shared(), __syncwarp();"
-
 TOKEN_FAULTS = {
-    "copies are not waited for": Planted(Fault(COPIES, "fence_async_shared(), __syncwarp();"), "cp.async"),
-    "no proxy fence of copies": Planted(Fault(COPIES, "wait_for_chunks(), __syncwarp();"), "no proxy fence"),
-    "copies of other lanes are not waited for": Planted(
-        Fault(COPIES, "wait_for_chunks(), fence_async_shared();"), "race|no proxy fence|uninitialised|in flight"
-    ),
     "another place": Planted(
         Fault(
             "copy_chunk(to + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> first_row & 1);",
@@ -320,21 +314,52 @@ TOKEN_FAULTS = {
         ),
         "differs",
     ),
+    "the address of another row": Planted(
+        Fault(
+            "addresses[j] = __shfl_sync(~0u, own, (copy + j) * kRows + row) + chunk * 16;",
+            "addresses[j] = __shfl_sync(~0u, own, (copy + j) * kRows) + chunk * 16;",
+        ),
+        "differs",
+    ),
     "page numbers of the tile before": Planted(
-        Fault("first += TOKENS;\n    load_pages(p);", "first += TOKENS;"), "differs"
+        Fault("first += STEP;\n    load_pages(p);", "first += STEP;"), "differs"
     ),
 }
 """Of KV tiles that are copied token by token."""
 
+COPIED = "race|uninitialised|in flight"
 PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
+    "copies are not waited for": Planted(
+        Fault(
+            "arrive_after_chunks(tiles.full + tile % Tiles::kFullBarriers * 8);",
+            "arrive(tiles.full + tile % Tiles::kFullBarriers * 8);",
+        ),
+        COPIED,
+    ),
+    "no proxy fence of keys": Planted(Fault("if (kFencesKeys) fence_async_shared();", ""), "no proxy fence"),
+    "no proxy fence of values": Planted(Fault(VALUES_FENCE, "", 2), "no proxy fence"),
     "no wait for a stage": Planted(
         Fault("tiles.wait_for_empty(tile);\n      mark(kWaitEmpty);", "", 2), "race|more arrivals"
     ),
 }
 MLA_TOKEN_FAULTS = TOKEN_FAULTS | {
-    "no wait for a half": Planted(
-        Fault("wait(shared_address(&shared.empty[stage][warp]), parity);", ""), "race|more|deadlock"
+    "copies are not waited for": Planted(
+        Fault(
+            "arrive_after_chunks(shared_address(&shared.full[stage][2 * half]));",
+            "arrive(shared_address(&shared.full[stage][2 * half]));",
+        ),
+        COPIED,
     ),
+    "copies of FP8 are not waited for": Planted(
+        Fault(
+            "arrive_after_chunks(shared_address(&shared.fp8_full[stage][quarter + 1]));",
+            "arrive(shared_address(&shared.fp8_full[stage][quarter + 1]));",
+        ),
+        COPIED,
+        case="FP8",
+    ),
+    "no proxy fence": Planted(Fault("if (kFencesKv) fence_async_shared();", ""), "no proxy fence"),
+    "no wait for a half": Planted(Fault(f"{HALF_EMPTY}\n    mark(kWaitEmpty);", ""), "race|more|deadlock"),
     "the rotary columns are copied over P": Planted(
         Fault("wait(shared_address(&shared.empty[stage][first]), parity);", ""), "race", case="FP8"
     ),

@@ -157,7 +157,8 @@ def test_registers_suffice_and_products_overlap(key: tuple[Any, ...]) -> None:
     keys_first = ["0", "0", "1", "0", "0", "0"]  # a first tile; S, peer's P V, own P V; the peer's last tile
     keys_last = ["0", "0", "2", "0", "0", "0"]
     swapped = ["0", "1", "0"]  # S; each half of the values
-    of_consumers = [keys_last if key[4] else keys_first, keys_last]  # with an FP8 cache, no consumer takes keys first
+    # No consumer takes keys first that are converted or copied token by token.
+    of_consumers = [keys_last if key[4] or key[5] else keys_first, keys_last]
     assert sorted([waits[:6], waits[6:]]) == of_consumers if key[0] == "mla" else waits == swapped
     assert ("STAS.128" in code) == (key[2] > 1)  # asynchronous stores to other CTAs
     assert "UBLKCP" in code  # bulk stores

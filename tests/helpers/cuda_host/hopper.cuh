@@ -41,6 +41,7 @@ DEVICE uint64 l2_cache_policy(bool) { return 0; }
 DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
   host::copy_async(host::from_shared_address(to), from, 16, exists);
 }
+DEVICE void arrive_after_chunks(uint32 barrier) { host::arrive_after_copies(barrier); }
 DEVICE void wait_for_chunks() { host::wait_for_copies(); }
 DEVICE void fence_async_shared() { host::fence_async_proxy(); }
 DEVICE void store_bulk(void* to, uint32 from, uint32 bytes) { host::store_bulk(to, from, bytes); }

@@ -42,6 +42,7 @@ void* from_shared_address(std::uint32_t address);             // of the own CTA
 std::uint32_t address_in(std::uint32_t address, std::uint32_t rank);
 void copy_async(void* shared, const void* global, int bytes, bool exists);  // cp.async
 void wait_for_copies();                                                      // for all of this thread
+void arrive_after_copies(std::uint32_t barrier);                             // cp.async.mbarrier.arrive.noinc
 void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes);  // cp.async.bulk to global memory
 void wait_for_bulk_reads();                                          // by all bulk stores of this thread
 void fence_async_proxy();

@@ -36,7 +36,7 @@ void set_image(const void* function) {
 
 void run_cluster(int first) {
   ++cluster;
-  loads.clear(), ready.clear(), accumulators.clear();
+  loads.clear(), arrivals.clear(), ready.clear(), accumulators.clear();
   for (int c = 0; c < num_ctas; ++c) {
     Cta& cta = ctas[c];
     Region shared = std::move(cta.shared);

@@ -100,6 +100,14 @@ struct Copy {  // cp.async
   int bytes;
 };
 
+// An arrival of a thread at a barrier, when what it has copied has ended. The scheduler lets that happen at some time.
+struct CopiedArrival {
+  Thread* thread;
+  Barrier* barrier;
+  std::vector<Copy> copies;
+  View view;  // what the thread knew
+};
+
 // The bulk stores of a thread, which are numbered from 1 on.
 struct BulkStores {
   Entity entity = kNobody;    // until the first one
@@ -191,6 +199,7 @@ extern int num_ctas;
 extern Thread* self;                          // null while the scheduler runs
 extern std::vector<Thread*> ready;
 extern std::list<Load> loads;                 // in flight
+extern std::list<CopiedArrival> arrivals;     // in flight, those of a thread in order
 extern std::vector<std::unique_ptr<Accumulator>> accumulators;
 extern std::vector<Region> tensors;
 extern Region static_shared;
@@ -227,11 +236,13 @@ void check_ended(const Region& region, bool writes, std::uint32_t pc);
 Region& region_of(const void* p, std::size_t bytes, bool writes, std::uint32_t pc);
 void access(const void* p, std::size_t bytes, bool writes, const Access& by);
 void access(const void* p, std::size_t bytes, bool writes, std::uint32_t pc);  // by the running thread
+void perform(const Copy& copy);
 
 // ---- barriers.cpp ----
 
 Barrier& barrier_of(std::uint32_t address, std::uint32_t pc);
 void end_phase(Barrier& b);                   // if it is complete
+void land(const CopiedArrival& arrival);
 
 // ---- tma.cpp ----
 

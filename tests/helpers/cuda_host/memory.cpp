@@ -94,14 +94,18 @@ void copy_async(void* shared, const void* global, int bytes, bool exists) {
   self->copies.push_back({static_cast<char*>(shared), exists ? static_cast<const char*>(global) : nullptr, bytes});
 }
 
+void perform(const Copy& copy) {
+  if (copy.from)
+    std::memcpy(copy.to, copy.from, copy.bytes);
+  else
+    std::memset(copy.to, 0, copy.bytes);
+}
+
 void wait_for_copies() {
   const std::uint32_t pc = PC;
   for (const Copy& copy : self->copies) {
     access(copy.to, copy.bytes, true, pc);
-    if (copy.from)
-      std::memcpy(copy.to, copy.from, copy.bytes);
-    else
-      std::memset(copy.to, 0, copy.bytes);
+    perform(copy);
   }
   self->copies.clear();
 }

@@ -3,11 +3,14 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
+
 namespace host {
 
 Thread* self;
 std::vector<Thread*> ready;
 std::list<Load> loads;
+std::list<CopiedArrival> arrivals;
 std::minstd_rand random_numbers;
 SpecialRegisters registers;
 
@@ -43,12 +46,20 @@ void yield() {
   if (_setjmp(t.context) == 0) _longjmp(scheduler, 1);
 }
 
-// Runs one thread or lets one load land. False if nothing is left to do.
+// Runs one thread, or lets one load or the copies of one thread land. False if nothing is left to do.
 bool step() {
-  const std::size_t count = ready.size() - ready_begin;
-  if (!count && loads.empty()) return false;
-  // Without a seed a load lands when no thread can go on.
-  const std::size_t chosen = launch->seed ? random_numbers() % (count + loads.size()) : 0;
+  const std::size_t count = ready.size() - ready_begin, in_flight = loads.size() + arrivals.size();
+  if (!count && !in_flight) return false;
+  // Without a seed they land when no thread can go on.
+  const std::size_t chosen = launch->seed ? random_numbers() % (count + in_flight) : 0;
+  if (chosen >= count + loads.size()) {
+    const Thread* thread = std::next(arrivals.begin(), chosen - count - loads.size())->thread;
+    const auto first = std::find_if(arrivals.begin(), arrivals.end(),
+                                    [&](const CopiedArrival& one) { return one.thread == thread; });
+    land(*first);
+    arrivals.erase(first);
+    return true;
+  }
   if (chosen >= count) {
     const auto load = std::next(loads.begin(), chosen - count);
     land(*load);
