@@ -39,8 +39,8 @@ _NO_BOUND = 2**62
 """Sizes from here on are no bound: what PyTorch knows of every size is below ``2**63``."""
 
 _SPECIALIZED = 3
-"""Minima up to here are not checked. PyTorch specializes on sizes of 0 and 1, so the smallest dynamic size is 2, and 3
-of cumulative lengths, whose batch is one less. Code for these also runs the smaller sizes."""
+"""Symbols with minima up to here count as 0 or more. PyTorch specializes on sizes of 0 and 1, so the smallest dynamic
+size is 2, and 3 of cumulative lengths, whose batch is one less. Code for these also runs the smaller sizes."""
 
 _noted: ContextVar[list[Capacity] | None] = ContextVar("attn_ops_capacities", default=None)
 
@@ -151,6 +151,14 @@ def _free(size: Any) -> set[Any]:
     return getattr(size, "free_symbols", set())
 
 
+def _ranges(graph: Any) -> dict[Any, Any]:
+    """By symbol. A minimum that PyTorch may have specialized on becomes 0."""
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    ranges = graph.sizevars.shape_env.var_to_range.items()
+    return {s: ValueRanges(0, r.upper) if 0 < r.lower <= _SPECIALIZED else r for s, r in ranges}
+
+
 def _number(bound: Any) -> int | None:
     """A bound of a size, or None if it is infinite."""
     return int(bound) if bound.is_Integer else None
@@ -179,9 +187,9 @@ def _input_lines(graph: Any, name: str, value: Any, cpp: Callable[[Any], str]) -
     for d, size in enumerate(value.get_size()):
         text = f'"size {d} of input {position}", sizes[{d}]'
         if _free(size):
-            bounds = bound_sympy(size, graph.sizevars.shape_env.var_to_range)
+            bounds = bound_sympy(size, _ranges(graph))
             lower, upper = _number(bounds.lower), _number(bounds.upper)
-            if lower is not None and lower > _SPECIALIZED:
+            if lower is not None and lower > 0:
                 yield f'if (sizes[{d}] < {lower}LL) refuse({text}, "at least ", {lower}LL);'
             if upper is not None and upper < _NO_BOUND:
                 yield f'if (sizes[{d}] > {upper}LL) refuse({text}, "at most ", {upper}LL);'

@@ -133,3 +133,35 @@ def test_package_refuses_sizes_below_the_minimum_of_a_dimension(tmp_path: Path) 
     loaded = torch._inductor.aoti_load_package(package)
     for size in (8, 12):
         torch.testing.assert_close(loaded(*(t[:size] for t in inputs)), inputs[0][:8])
+
+
+class AllRows(torch.nn.Module):
+    def forward(self, v: Tensor, s: Tensor) -> Tensor:
+        return torch.ops.attn.merge_state(v, s, v, s)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [1, 3])
+def test_package_runs_one_request_of_several_rows(least: int, tmp_path: Path) -> None:
+    """The smallest size that PyTorch takes for ``batch`` is no minimum, also where a size is a multiple of it."""
+    batch = Dim("batch", min=least, max=16)
+    inputs = torch.randn(12, 4, 16), torch.randn(12, 4)
+    program = torch.export.export(AllRows(), inputs, dynamic_shapes={"v": {0: 4 * batch}, "s": {0: 4 * batch}})
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "rows.pt2"))
+
+    loaded = torch._inductor.aoti_load_package(package)
+    for size in (4, 12, 0):
+        torch.testing.assert_close(loaded(*(t[:size] for t in inputs)), inputs[0][:size])
+    long = [t.repeat(6, *[1] * (t.dim() - 1)) for t in inputs]
+    _refused(package, [t[:68] for t in long], "package: size 0 of input 0 is 68; expected at most 64; pass tensors")
+
+
+@pytest.mark.slow
+def test_package_refuses_sizes_below_the_minimum_of_a_derived_dimension(tmp_path: Path) -> None:
+    batch = Dim("batch", min=5, max=16)
+    inputs = torch.randn(24, 4, 16), torch.randn(24, 4)
+    program = torch.export.export(AllRows(), inputs, dynamic_shapes={"v": {0: 4 * batch}, "s": {0: 4 * batch}})
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "rows.pt2"))
+
+    message = "package: size 0 of input 0 is 16; expected at least 20; pass tensors"
+    _refused(package, [t[:16] for t in inputs], message)
