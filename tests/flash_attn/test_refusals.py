@@ -246,6 +246,7 @@ def test_heads_without_elements(dims: tuple[int, int], name: str) -> None:
         lambda: flash_attn_varlen_func(rows[0], k, v, offsets, offsets, block_table=offsets[:2, None]),
         lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=3),
         lambda: flash_attn_with_kvcache(q[:, :1], k, v, k[:, :1], v[:, :1], cache_seqlens=2),
+        lambda: flash_attn_with_kvcache(q, k[:, :, :1], v[:, :, :1], cache_seqlens=3, qv=q),
     ]
     for call in calls:
         with pytest.raises(errors.OptionError, match=rf"^flash_attn_\w+: {name} is 0; expected 1 or more"):

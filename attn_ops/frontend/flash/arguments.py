@@ -123,8 +123,8 @@ def options(
     sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
     if sinks is not None:
         sinks = as_sinks(where, sinks, q.device, "s_aux" if learnable_sink is None else "learnable_sink")
-    if qv is not None and softmax_scale is None:
-        softmax_scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
+    if qv is not None and softmax_scale is None and (width := q.shape[-1] + qv.shape[-1]):
+        softmax_scale = width**-0.5
     sides = window(where, window_size, causal)
     given = AttentionOptions(
         sm_scale=softmax_scale,
