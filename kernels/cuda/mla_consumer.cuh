@@ -184,7 +184,8 @@ struct Consumer {
 
   DEVICE uint32 parity(int i) const { return base + i >> 1 & 1; }
 
-  // Step 9 of tile `i` of the unit, but for the wait and the arrival.
+  // Step 9 of tile `i` of the unit, but for the wait and the arrival. With kFencesKv the peer has executed the proxy
+  // fence for the values too, before it arrived on p_stored.
   DEVICE void issue_peer_pv(int i) {
     wait(p_stored + kPeer * 8, parity(i));
     mark(kWaitPeer);

@@ -169,10 +169,10 @@ template <int ROWS, class Shared>
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
                          int offset) {
   const int thread = threadIdx.x % kQueryThreads;
-  if (q.boxed && thread) return;
-  const uint32 full = shared_address(&shared.q_full), to = shared_address(shared.query);
+  const uint32 full = shared_address(&shared.q_full), empty = shared_address(&shared.q_empty);
+  const uint32 to = shared_address(shared.query);
   const int first_packed_row = unit.first_packed_row + offset;
-  wait(shared_address(&shared.q_empty), n & 1 ^ 1);
+  wait(empty, n & 1 ^ 1);
   mark(kWaitEmpty);
   if (thread == 0) {
     const int words[] = {unit.row,   exists ? unit.count : 0, unit.position, unit.start,

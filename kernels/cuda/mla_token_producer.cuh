@@ -63,6 +63,7 @@ struct TokenProducer {
   // All units. Two of the warps load the queries of a unit before its tiles. Page numbers are loaded a tile ahead.
   template <int ROWS>
   DEVICE void run(const Queries& queries) const {
+    const bool loads_queries = warp >= 2 && !(queries.boxed && threadIdx.x % kQueryThreads);
     const FastDivide by_page(p.page_size);
     Schedule schedule;
     Unit unit;
@@ -70,7 +71,8 @@ struct TokenProducer {
     for (uint32 n = 0;; ++n) {
       const bool exists = schedule.next_after_prologue(p, unit);
       mark(kSchedule);
-      if (warp >= 2) load_queries<ROWS>(p, queries, unit, exists, n, shared, 0), __syncwarp();
+      if (loads_queries) load_queries<ROWS>(p, queries, unit, exists, n, shared, 0);
+      __syncwarp();
       if (!exists) break;
       const PagedTokens request = {by_page, unit.page_start, unit.end};
       Tokens tokens(p, request, unit.start + own);

@@ -20,7 +20,8 @@
 // warps 2, 3        producer Q: the queries of the unit and of the next, into kQueries buffers. One thread, by TMA, if
 //                   a group divides 64, as a box then has 64 packed rows; otherwise all threads, by cp.async. Its first
 //                   thread is the scheduler, which passes the units of the CTA to the producers. With FP8 products they
-//                   also transpose values
+//                   also transpose values. With KV_CP_ASYNC warp 3 is a second producer V, unless it transposes or a
+//                   loaded tile has 32 tokens
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
 // warpgroup 3       consumer 2 of three, in 16 bits: with heads of 64, and with heads of 128 and shorter KV tiles in
 //                   large batches. It has no rows if blocks of a work item have at most 128
@@ -55,9 +56,9 @@
 //                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
 //         [producers K and V]  with KV_CP_ASYNC, in place of steps 3 and 4: wait for empty; all lanes copy the rows of
 //                       the tile's tokens, zeros from the end on, and arrive on full[j] when their copies have ended;
-//                       load the page numbers of tile j+1. Consumers execute a proxy fence after they have waited for
-//                       full. Warp 3 is a second producer V, unless it transposes or a loaded tile has 32 tokens: each
-//                       copies half of the tokens. It loads its part of the queries before the tiles of a unit
+//                       load the page numbers of tile j+1. Each of two producers V copies half of the tokens. Warp 3
+//                       loads its part of the queries before the tiles of a unit. Consumers that read these copies
+//                       execute a proxy fence after they have waited for full
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
@@ -89,7 +90,8 @@
 //     3, 4.  [producer]   for each part i of KV tile j: steps 3 and 4 with fp8_empty[x][i] and fp8_full[x][i]
 //     4c.    [converter]  for each part i: wait for fp8_full[x][i]; for the first one, wait for x_empty[j]; convert
 //                         into the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on x_full[j]
-// After the last unit a producer waits until all is converted, sets fp8_end[x] and arrives on fp8_full[x][0].
+// After the last unit the producers wait until all is converted; one sets fp8_end[x]; they arrive on fp8_full[x][0], as
+// for a tile.
 //
 // FP8 products
 // ------------

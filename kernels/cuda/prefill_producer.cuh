@@ -225,7 +225,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
 }
 
 // Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread
-// is the scheduler. With two producers of values the second one is the other warp.
+// is the scheduler. With two producers of values warp 3 is the second one, and loads its queries in `produce_tokens`.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;

@@ -16,7 +16,6 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
   using Layout = typename Tiles::Layout;
   constexpr int kOwnTokens = kLoadedTile / Tiles::kProducers;
   const Tiles tiles(shared);
-  const int lane = threadIdx.x % 32;
   const FastDivide by_page(p.page_size);
   uint32 tile = 0;
   for (uint32 n = 0;; ++n) {
@@ -46,7 +45,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     }
   }
 #if KV_FP8
-  tiles.end(tile, shared, lane, part);
+  tiles.end(tile, shared, threadIdx.x % 32, part);
 #endif
 }
 

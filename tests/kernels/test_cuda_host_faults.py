@@ -328,7 +328,22 @@ TOKEN_FAULTS = {
 """Of KV tiles that are copied token by token."""
 
 COPIED = "race|uninitialised|in flight"
+FEWER = "more arrivals|race|uninitialised|deadlock"
 PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
+    "an arrival fewer for keys": Planted(
+        Fault(
+            "init_barrier(shared_address(&barrier), key_writers);",
+            "init_barrier(shared_address(&barrier), key_writers - 1);",
+        ),
+        FEWER,
+    ),
+    "the arrivals of one producer of values": Planted(
+        Fault(
+            "init_barrier(shared_address(&barrier), value_writers);",
+            "init_barrier(shared_address(&barrier), kProducerArrivals);",
+        ),
+        FEWER,
+    ),
     "copies are not waited for": Planted(
         Fault(
             "arrive_after_chunks(tiles.full + tile % Tiles::kFullBarriers * 8);",
@@ -343,6 +358,21 @@ PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
     ),
 }
 MLA_TOKEN_FAULTS = TOKEN_FAULTS | {
+    "an arrival fewer": Planted(
+        Fault(
+            "init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : kTileArrivals);",
+            "init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : kTileArrivals - 1);",
+        ),
+        FEWER,
+    ),
+    "an arrival fewer of FP8": Planted(
+        Fault(
+            "init_barrier(shared_address(&barrier), kTileArrivals);",
+            "init_barrier(shared_address(&barrier), kTileArrivals - 1);",
+        ),
+        FEWER,
+        case="FP8",
+    ),
     "copies are not waited for": Planted(
         Fault(
             "arrive_after_chunks(shared_address(&shared.full[stage][2 * half]));",

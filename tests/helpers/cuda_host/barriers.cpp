@@ -166,7 +166,7 @@ void arrive_after_copies(std::uint32_t barrier) {
   const std::uint32_t pc = PC;
   Barrier& b = barrier_of(barrier, pc);
   for (const Copy& copy : self->copies) access(copy.to, copy.bytes, true, {pc, b.phase + 1, b.entity, false});
-  arrivals.push_back({self, &b, std::move(self->copies), self->view});
+  arrivals.push_back({self, &b, std::move(self->copies), b.phase, self->view});
   self->copies.clear();
   ++self->time();
 }
@@ -174,7 +174,8 @@ void arrive_after_copies(std::uint32_t barrier) {
 void land(const CopiedArrival& arrival) {
   Barrier& b = *arrival.barrier;
   if (!arrival.thread->cta->running) fail("the CTA may end before a cp.async, which arrives on the " + describe(b));
-  if (b.missing == 0) fail("more arrivals than a phase has, after cp.async: " + describe(b));
+  if (b.missing == 0 || b.phase != arrival.phase)
+    fail("more arrivals than a phase has, after cp.async: " + describe(b));
   for (const Copy& copy : arrival.copies) perform(copy);
   --b.missing;
   join(b.arriving, arrival.view);

@@ -105,7 +105,8 @@ struct CopiedArrival {
   Thread* thread;
   Barrier* barrier;
   std::vector<Copy> copies;
-  View view;  // what the thread knew
+  std::uint32_t phase;  // of the barrier, in which it arrives
+  View view;            // what the thread knew
 };
 
 // The bulk stores of a thread, which are numbered from 1 on.

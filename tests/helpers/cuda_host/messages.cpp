@@ -37,7 +37,7 @@ std::string describe(const Access& access) {
     text = "wgmma of warps " + std::to_string(number - kMaxThreads) + " to " +
            std::to_string(number - kMaxThreads + 3) + " of CTA " + std::to_string(ctas[cta].threads[0].registers.block.x);
   for (const auto& [offset, b] : ctas[cta].barriers)
-    if (b.entity == access.entity) text = "TMA onto the " + describe(b);
+    if (b.entity == access.entity) text = (access.async ? "TMA onto the " : "a copy onto the ") + describe(b);
   for (const Thread& t : ctas[cta].threads)
     if (t.bulk_stores.entity == access.entity) text = "a bulk store of " + describe(t);
   return text + ", " + at(access.pc);
