@@ -45,7 +45,8 @@ ROLES = {
         **CONSUMERS_AFTER_CONVERTERS,
     },
 }
-"""The warps of each role, by kernel. Those that are not named do nothing."""
+"""The warps of each role, by kernel. Those that are not named do nothing, except where producers copy tokens by
+``cp.async``: there MLA has four producers of KV tiles, warps 0 to 3, and prefill a second producer V, warp 3."""
 
 CLOCK_BYTES = 24
 """``sizeof(WarpClock)``."""
