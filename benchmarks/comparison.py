@@ -48,7 +48,7 @@ LONG_CALL_MICROSECONDS = 5000.0
 
 
 class NotMeasuredError(Exception):
-    """A peer does not run a problem. The message gives the reason."""
+    """An implementation does not run a problem. The message gives the reason."""
 
 
 class EndedError(BaseException):
@@ -108,7 +108,8 @@ def selected(peers: Mapping[str, T], args: argparse.Namespace) -> dict[str, T]:
 class Comparison:
     """Implementations of this library and its peers, over the rows of one benchmark.
 
-    ``ours`` must run every problem with a correct result. A peer that does not is listed in ``not_measured``.
+    ``ours`` must return correct results. Of them, what raises :class:`NotMeasuredError`, and each peer that does not
+    run a problem with a correct result, is listed in ``not_measured``.
     ``all_peers`` names the peers of the benchmark; those that are not in ``peers`` are listed as left out.
     """
 
@@ -151,7 +152,12 @@ class Comparison:
         Raises:
             AssertionError: a result of this library is wrong.
         """
-        calls = {name: _checked(prepare, problem, max_error) for name, prepare in self.ours.items()}
+        calls: dict[str, Call] = {}
+        for name, prepare in self.ours.items():
+            try:
+                calls[name] = _checked(prepare, problem, max_error)
+            except NotMeasuredError as error:
+                self.not_measured.append(NotMeasured(name, row, reason_of(error)))
         self.not_measured += [NotMeasured(name, row, "left out with --peers") for name in self._left_out]
         for name, prepare in self.peers.items():
             check_ended()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from benchmarks import report
 from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, Prepare, add_peers, add_rows
 from benchmarks.decode import MAX_FP8_ERROR
-from benchmarks.prefill_peers import PREFILL_PEERS
+from benchmarks.prefill_peers import PREFILL_PEERS, contiguous
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PREFILL_FP8_ROWS, PREFILL_ROWS, PrefillRow
 from benchmarks.timing import Call
@@ -56,12 +57,12 @@ def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
     )[0]
 
 
-OURS: dict[str, Prepare] = {"paged": _paged, "ragged": _ragged}
+OURS: dict[str, Callable[..., Call]] = {"paged": _paged, "ragged": contiguous(_ragged)}
 
 OURS_BY_BACKEND: dict[str, Prepare] = {
     f"{backend} {name}": functools.partial(prepare, backend=backend)
     for backend in ("triton", "cuda")
-    for name, prepare in (("paged", _paged), ("ragged", _ragged))
+    for name, prepare in OURS.items()
 }
 """The same on one backend, which is named."""
 
@@ -71,11 +72,11 @@ def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
     expected = row.flops() / EXPECTED_FLOPS_PER_US + 10
     times = comparison.times(row.name, PrefillProblem(row), expected, max_error)
     rates = {name: row.flops() / time / 1e6 for name, time in times.items()}
-    ours = min(times[name] for name in comparison.ours)
+    ours = min(times[name] for name in comparison.ours if name in times)
     return {
         "row": row.name,
         "goal": row.goal,
-        **{name: rates[name] for name in comparison.ours},
+        **{name: rates.get(name) for name in comparison.ours},
         "of goal": rates["paged"] / row.goal if row.goal else None,  # rows with FP8 have none
         "share": row.flops() / ours / report.PEAK_FLOPS_PER_US,
         "of roofline": report.of_roofline(row.flops(), row.bytes(), ours),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +28,18 @@ def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
 def _refuse_window_and_cap(row: PrefillRow) -> None:
     if row.window_left >= 0 or row.logits_soft_cap:
         raise NotMeasuredError("it is measured without windows and soft caps")
+
+
+def contiguous(prepare: Callable[..., Call]) -> Callable[..., Call]:
+    """An implementation over contiguous KV, which is not measured in rows about a page size."""
+
+    @functools.wraps(prepare)
+    def prepare_row(problem: PrefillProblem, **options: Any) -> Call:
+        if problem.row.paged_only:
+            raise NotMeasuredError("the row compares implementations over paged KV")
+        return prepare(problem, **options)
+
+    return prepare_row
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
@@ -210,14 +224,14 @@ def flashinfer_xqa(problem: PrefillProblem) -> Call:
 
 PREFILL_PEERS: dict[str, Prepare] = {
     "flashinfer fa3 paged": flashinfer_paged("fa3"),
-    "flashinfer fa3 ragged": flashinfer_ragged("fa3"),
+    "flashinfer fa3 ragged": contiguous(flashinfer_ragged("fa3")),
     "flashinfer fa2 paged": flashinfer_paged("fa2"),
-    "flashinfer fa2 ragged": flashinfer_ragged("fa2"),
+    "flashinfer fa2 ragged": contiguous(flashinfer_ragged("fa2")),
     "flashinfer persistent": flashinfer_persistent,
     "flashinfer xqa": flashinfer_xqa,
-    "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-    "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
-    "flex": flex,
-    "varlen": varlen,
-    "flash_attn": flash_attn_varlen,
+    "sdpa cudnn": contiguous(sdpa(SDPBackend.CUDNN_ATTENTION)),
+    "sdpa flash": contiguous(sdpa(SDPBackend.FLASH_ATTENTION)),
+    "flex": contiguous(flex),
+    "varlen": contiguous(varlen),
+    "flash_attn": contiguous(flash_attn_varlen),
 }

@@ -23,6 +23,7 @@ class PrefillRow:
     logits_soft_cap: float = 0.0
     fp8: bool = False  # keys and values
     fp8_query: bool = False
+    paged_only: bool = False  # the row is about its page size: only implementations over paged KV are compared
 
     @property
     def batch(self) -> int:
@@ -102,7 +103,8 @@ def _prefill(
     name += "" if logits_soft_cap == 0 else f", soft cap {logits_soft_cap:g}"
     name += "" if page_size == 16 else f", page {page_size}"
     lengths = (new,) * batch, (context,) * batch
-    return PrefillRow(name, *lengths, goal, causal, *heads, *dims, page_size, window_left, logits_soft_cap)
+    row = PrefillRow(name, *lengths, goal, causal, *heads, *dims, page_size, window_left, logits_soft_cap)
+    return replace(row, paged_only=page_size != 16)
 
 
 PREFILL_ROWS: tuple[PrefillRow, ...] = (
@@ -122,6 +124,7 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4)),
     _prefill(1, 8192, 8192, None, dims=(192, 128), heads=(16, 16)),
     _prefill(64, 4, 4096, None),
+    _prefill(1, 8192, 8192, None, page_size=1),
     _prefill(8, 512, 8192, None, page_size=1),
     PrefillRow("1 x (2048 new on 8k) + 64 x (1 new on 2k)", (2048, *[1] * 64), (8192, *[2048] * 64), None),
 )
@@ -153,6 +156,7 @@ MLA_ROWS: tuple[MlaRow, ...] = (
     MlaRow("32 x 4k, 32 heads", (4096,) * 32, None, num_heads=32),
     MlaRow("32 x 4k, 16 heads", (4096,) * 32, None, num_heads=16),
     MlaRow("64 x 4k, page 1", (4096,) * 64, None, page_size=1),
+    MlaRow("32 x 4k, 32 heads, page 1", (4096,) * 32, None, num_heads=32, page_size=1),
     MlaRow("32 x 4k, 16 heads, page 1", (4096,) * 32, None, num_heads=16, page_size=1),
     MlaRow("1 x 8k, fp8 cache", (8192,), None, fp8=True),
     MlaRow("64 x 4k, fp8 cache", (4096,) * 64, None, fp8=True),

@@ -521,6 +521,24 @@ def test_prefill_rows_have_the_columns_of_the_report(timed: list[str], monkeypat
     assert row["flex"] is None
 
 
+def test_rows_about_a_page_size_compare_paged_implementations(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on_cpu(monkeypatch, prefill, "PrefillProblem")
+    peers = {name: _peer(_fails) for name in ("flashinfer fa3 paged", "sdpa cudnn")}
+    peers["sdpa cudnn"] = prefill_peers.contiguous(peers["sdpa cudnn"])
+    found = Comparison(prefill.OURS, peers)
+    columns = prefill._measure(replace(STEP, paged_only=True), found)
+    assert timed == ["paged"]
+    assert columns["paged"]
+    assert columns["ragged"] is None
+    reasons = {entry.peer: entry.reason for entry in found.not_measured}
+    assert reasons.keys() == {"ragged", *peers}
+    assert reasons["ragged"] == reasons["sdpa cudnn"] == "the row compares implementations over paged KV"
+    assert {row.page_size for row in PREFILL_ROWS if row.paged_only} == {1}
+    assert all(row.page_size == 16 for row in PREFILL_ROWS if not row.paged_only)
+
+
 @pytest.mark.parametrize("query", [False, True])
 def test_fp8_rows_compare_backends(query: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _on_cpu(monkeypatch, prefill, "PrefillProblem")
