@@ -205,14 +205,12 @@ def refuse_listed(where: str, table: Mapping[str, tuple[tuple[Any, ...], str]], 
             raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
 
 
-def refuse_sparse(where: str, **arguments: Any) -> None:
-    """Raise for what decode by tables of KV heads does not take; None is left out."""
+def refuse_with(where: str, other: str, reason: str, /, **arguments: Any) -> None:
+    """Raise for an argument that a call with ``other`` does not take; None is left out."""
     for name, value in arguments.items():
         if value is not None:
-            raise UnsupportedError(
-                f"{where}: {name} is given with enable_block_sparse_attention, which is not supported: KV heads are "
-                f"requests of their own; leave out {name}"
-            )
+            what = f"{name} is given with {other}, which is not supported"
+            raise UnsupportedError(f"{where}: {what}: {reason}; leave out {name}")
 
 
 def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") -> Tensor | None:

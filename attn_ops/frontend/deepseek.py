@@ -7,12 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
-from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, required
+from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, refuse_with, required
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table, latent_call, ragged_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec, dtype_without_scale
 from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.frontend.sparse_latent import SparseTokens, one_token_pages
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
@@ -34,10 +35,9 @@ def _decode(
     return_lse: bool = False,
     lse_base: str = "log2",
     context: tuple[ContextShard | None, Tensor | None] = (None, None),
+    sparse: SparseTokens | None = None,
 ) -> Any:
     """``context``: the shard, and the tokens of each request on all ranks, its query rows included."""
-    required(where, seq_lens=seq_lens)
-    assert seq_lens is not None
     integers(where, kv_lora_rank=dims[0], qk_rope_head_dim=dims[1])
     rank, form = (4, "[batch, q_len, num_heads, {}]") if cum_seq_lens_q is None else (3, "[rows, num_heads, {}]")
     if query.dim() != rank or query.shape[-1] != sum(dims):
@@ -46,18 +46,27 @@ def _decode(
     flat, (ckv, kpe) = query.flatten(end_dim=-3), latent(where, kv_cache, dims[0])
     if kpe.shape[-1] != dims[1]:
         fail(ShapeError, where, f"kv_cache is {shape_of(kv_cache)}", f"{sum(dims)} at the end", "correct the sizes")
-    tables = block_table(where, "block_tables", block_tables, query.device)
+    batch = query.shape[0] if cum_seq_lens_q is None else max(0, cum_seq_lens_q.numel() - 1)
+    if sparse is None:
+        required(where, seq_lens=seq_lens)
+        block_tables = block_table(where, "block_tables", block_tables, query.device)
+        if cum_seq_lens_q is None:
+            uniform_rows(where, batch, block_tables.shape[0], 1, query.device)
+        batch = block_tables.shape[0]
     if cum_seq_lens_q is None:
-        batch, q_len = query.shape[:2]
-        uniform_rows(where, batch, tables.shape[0], 1, query.device)
-        rows, positioned = uniform_indptr(batch, q_len, query.device), q_len > 1
+        rows, positioned = uniform_indptr(batch, query.shape[1], query.device), query.shape[1] > 1
     else:
-        rows, positioned = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, tables.shape[0], "query", query), True
-    keys = rank_keys(where, *context, 0, tables.shape[0], query.device, positioned=positioned)
+        rows, positioned = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch, "query", query), True
+    keys = rank_keys(where, *context, 0, batch, query.device, positioned=positioned)
+    if sparse is not None:
+        block_tables, seq_lens = sparse.chosen(where, block_tables, seq_lens, rows, query.shape[:-2], query.device)
+        ckv, kpe = one_token_pages(where, ckv), one_token_pages(where, kpe)
+        rows = uniform_indptr(flat.shape[0], 1, query.device)
+    assert seq_lens is not None
     return latent_call(
         where,
         (flat[..., : dims[0]], flat[..., dims[0] :], ckv, kpe),
-        tables,
+        block_tables,
         seq_lens,
         rows,
         AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, sinks, query.device), causal=True),
@@ -110,6 +119,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
             tokens, causal among themselves. With ``cum_seq_lens_q [batch + 1]``: ``[rows, num_heads, ...]``.
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
+        sparse_mla_top_k: if not 0, ``block_tables [batch, q_len, sparse_mla_top_k]``, or ``[rows, sparse_mla_top_k]``,
+            has the tokens of each query row, ``page * page_size + place``, each once and in any order; negative entries
+            do not count. ``seq_lens [batch]``: of a row no more tokens count than its request has up to it.
+            ``[batch, q_len]``: so many of each row, and None: all.
+        sparse_mla_top_k_lens: int ``[rows]``, tokens of each query row, which precede its negative entries. Without it
+            they are moved there in every call.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         enable_dcp, cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each
             request, in the places of ``block_tables`` and ``seq_lens``. The result is that of this part: merge it with
@@ -125,12 +140,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
     where = "trtllm_batch_decode_with_kv_cache_mla"
     refuse(
         where,
-        sparse_mla_top_k=sparse_mla_top_k,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         kv_scale_format=kv_scale_format,
-        sparse_mla_top_k_lens=sparse_mla_top_k_lens,
     )
+    sparse = SparseTokens.of(where, sparse_mla_top_k, sparse_mla_top_k_lens)
     shard = context_shard(
         where,
         {"sinks": sinks},
@@ -139,6 +153,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cp_rank=cp_rank,
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
+    if sparse is not None and shard is not None:
+        refuse_with(where, "sparse_mla_top_k", "query rows are requests of their own", enable_dcp=enable_dcp)
     if return_lse_base not in (None, *LSE_BASE_NAMES):
         fail(OptionError, where, f"return_lse_base is {return_lse_base!r}", "base2 or basee", "pass one of the two")
     return _decode(
@@ -156,6 +172,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return_lse,
         "log2" if return_lse_base is None else LSE_BASE_NAMES[return_lse_base],
         (shard, causal_seqlens_kv_global),
+        sparse,
     )
 
 

@@ -51,14 +51,15 @@ def lengths(
     device: torch.device,
     capacity: int | None = None,
     table: str | None = "block_tables",
+    each: str = "request",
 ) -> Tensor:
-    """int32 ``[batch]`` of lengths of any integer dtype, which may have further dimensions of size 1.
+    """int32 ``[batch]`` of lengths of any integer dtype, one per ``each``, which may have any further dimensions.
 
     ``capacity``: the most tokens that a row of ``table``, an argument, holds, or of a cache without a table.
     """
     t = given_tensor(where, name, t, device)
     if t.numel() != batch:
-        fail(ShapeError, where, f"{name} is {shape_of(t)}", f"[{batch}], one per request", "correct it")
+        fail(ShapeError, where, f"{name} is {shape_of(t)}", f"[{batch}], one per {each}", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")
     if t.dtype == torch.uint32:

@@ -86,8 +86,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_elts_per_sage_attn_blk": (((0,) * 4,), _SAGE),
     "skip_softmax_threshold_scale_factor": ((0, 0.0), _SPARSE + "; factors up to 2^-24 change less than rounding"),
     "skip_softmax": ((False,), _SPARSE),
-    "sparse_mla_top_k": ((0,), _SPARSE),
-    "sparse_mla_top_k_lens": ((), _SPARSE),
     "block_mask": ((), _PER_HEAD),
     "kv_block_lens": ((), "give the sizes of blocks to VariableBlockSparseAttentionWrapper"),
     "q2k_indices": ((), _PER_HEAD),

@@ -25,7 +25,7 @@ from attn_ops.frontend.arguments import (
     ranked,
     refuse,
     refuse_grad,
-    refuse_sparse,
+    refuse_with,
     required,
 )
 from attn_ops.frontend.context import context_shard
@@ -220,8 +220,10 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache_sf=kv_cache_sf,
     )
     if enable_block_sparse_attention:
-        refuse_sparse(
+        refuse_with(
             where,
+            "enable_block_sparse_attention",
+            "KV heads are requests of their own",
             window_left=None if window_left < 0 else window_left,
             sinks=sinks,
             mask=mask,

@@ -11,7 +11,7 @@ from helpers.wrapper_requests import DEVICE, Requests, ln, workspace
 from torch import Tensor
 
 import attn_ops as flashinfer
-from attn_ops.errors import ArgumentError, ShapeError, UnsupportedError
+from attn_ops.errors import ArgumentError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -90,5 +90,3 @@ def test_bad_input() -> None:
     tables = (128, *m.dims, m.block_tables, None, 130)
     with pytest.raises(ArgumentError, match="seq_lens is missing"):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(query, m.cache, workspace(), *tables)
-    with pytest.raises(UnsupportedError, match="sparse_mla_top_k is 8"):
-        call(m, query, m.cache, sparse_mla_top_k=8)

@@ -24,11 +24,12 @@ class Latents:
         dtype: torch.dtype = torch.float16,
         kv_dtype: torch.dtype | None = None,
         page_size: int = 16,
+        num_heads: int = 3,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.rows, self.tokens = (list(column) for column in zip(*lengths, strict=True))
         self.dims, self.page_size, width = dims, page_size, sum(dims)
-        q = torch.randn(sum(self.rows), 3, width, generator=generator).to(dtype)
+        q = torch.randn(sum(self.rows), num_heads, width, generator=generator).to(dtype)
         self.latents = [torch.randn(n, width, generator=generator).to(kv_dtype or dtype) for n in self.tokens]
         kv_indptr, kv_indices, _ = page_table(self.tokens, page_size)
         cache = torch.full((len(kv_indices) + 1, page_size, width), math.nan, dtype=kv_dtype or dtype)

@@ -38,6 +38,12 @@ MLA_EFFECTS: dict[str, Any] = {
     "bmm2_scale": 2.0,
     "sinks": [D.sinks],
 }
+PLACES = D.block_tables()[:, :1, None] * D.cache()[0].shape[1] + torch.arange(5, device=DEVICE)
+FIRST_TOKENS: dict[str, Any] = {
+    "kv_cache": MLA_CALL["kv_cache"].contiguous(),
+    "block_tables": PLACES,
+    "sparse_mla_top_k": 5,
+}
 
 FUNCTIONS = [
     Surface(
@@ -255,6 +261,24 @@ FUNCTIONS = [
                 "lse": buffers(D)["lse"],
                 "cum_seq_lens_q": Raises(D.qo_indptr),
                 "return_lse_base": Raises("nonsense"),
+                "sparse_mla_top_k": Raises(8),
+                "sparse_mla_top_k_lens": Raises(D.seq_lens),
+            }
+        },
+    ),
+    Surface(
+        "trtllm mla, sparse",
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla,
+        {"call": {**MLA_CALL, **FIRST_TOKENS}},
+        {
+            "call": {
+                **MLA_EFFECTS,
+                **LSE,
+                "lse": buffers(D)["lse"],
+                "cum_seq_lens_q": Raises(D.qo_indptr),
+                "return_lse_base": Raises("nonsense"),
+                "sparse_mla_top_k": Raises(8),
+                "sparse_mla_top_k_lens": torch.tensor([2, 1, 3, 1], device=DEVICE),
             }
         },
     ),

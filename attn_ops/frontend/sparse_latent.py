@@ -1,0 +1,96 @@
+"""Sparse MLA: a query row attends to tokens of its own, which the caller has chosen by their places in the cache.
+
+Each query row is planned as a request of one row, and each of its tokens as a page of one token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.errors import OptionError, ShapeError, fail, shape_of
+from attn_ops.frontend.arguments import given_tensor
+from attn_ops.frontend.one_shot import lengths
+from attn_ops.plan.page_table import as_int32
+from attn_ops.typed import integers
+
+
+class SparseTokens(NamedTuple):
+    """The arguments of a sparse call: the tokens of a query row, and how many of them count, ``[rows]``."""
+
+    top_k: int
+    top_k_lens: Tensor | None
+
+    @classmethod
+    def of(cls, where: str, top_k: int, top_k_lens: Tensor | None) -> SparseTokens | None:
+        """None for a dense call."""
+        integers(where, sparse_mla_top_k=top_k)
+        if top_k < 0:
+            fail(OptionError, where, f"sparse_mla_top_k is {top_k}", "0 or more", "pass 0 for all tokens")
+        if top_k:
+            return cls(top_k, top_k_lens)
+        if top_k_lens is not None:
+            what = "sparse_mla_top_k_lens is given and sparse_mla_top_k is 0"
+            fail(OptionError, where, what, "both, or neither", "pass the width of block_tables as sparse_mla_top_k")
+        return None
+
+    def chosen(
+        self,
+        where: str,
+        block_tables: Tensor,
+        seq_lens: Tensor | None,
+        qo_indptr: Tensor,
+        rows_shape: torch.Size,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """``(tokens, counts)``, int32 ``[rows, top_k]`` and ``[rows]``: of a row the first ``counts`` tokens count.
+
+        ``top_k_lens`` says that tokens come before negative entries. Without it they are moved there.
+        """
+        table = given_tensor(where, "block_tables", block_tables, device)
+        if table.shape != (*rows_shape, self.top_k):
+            expected = f"{[*rows_shape, self.top_k]}, sparse_mla_top_k tokens of each query row"
+            fail(ShapeError, where, f"block_tables is {shape_of(table)}", expected, "correct one of them")
+        rows = math.prod(rows_shape)  # Size.numel() would make a traced size constant
+        tokens = as_int32(where, "block_tables", table).to(device).reshape(rows, self.top_k)
+        counts = self._visible(where, seq_lens, qo_indptr, rows, device)
+        if self.top_k_lens is not None:
+            given = lengths(where, "sparse_mla_top_k_lens", self.top_k_lens, rows, device, self.top_k, each="query row")
+            return tokens.contiguous(), torch.minimum(counts, given)
+        column = torch.arange(self.top_k, device=device)
+        used = (column < counts[:, None]) & (tokens >= 0)
+        order = used.cumsum(1)
+        counts = order[:, -1:]
+        place = torch.where(used, order - 1, counts + column - order)
+        return torch.empty_like(tokens).scatter(1, place, tokens), counts[:, 0].int()
+
+    def _visible(
+        self, where: str, seq_lens: Tensor | None, qo_indptr: Tensor, rows: int, device: torch.device
+    ) -> Tensor:
+        """int32 ``[rows]``: of so many tokens the first may count, by the lengths of requests or of rows."""
+        most = torch.full((rows,), self.top_k, dtype=torch.int32, device=device)
+        batch = qo_indptr.shape[0] - 1
+        if seq_lens is None or batch == 0:
+            return most
+        if seq_lens.numel() != batch:
+            return torch.minimum(most, lengths(where, "seq_lens", seq_lens, rows, device, each="query row"))
+        kv_lens, row = lengths(where, "seq_lens", seq_lens, batch, device), torch.arange(rows, device=device)
+        # The conversion copies: Inductor's searchsorted loses the offset of a view.
+        ends = qo_indptr[1:].long()
+        request = torch.searchsorted(ends, row, right=True).clamp(max=batch - 1)
+        later = ends[request] - 1 - row  # rows of the request; negative after the last request
+        visible = torch.where(later < 0, 0, kv_lens[request] - later)
+        return visible.clamp(min=0).int().minimum(most)
+
+
+def one_token_pages(where: str, cache: Tensor) -> Tensor:
+    """``[pages * page_size, 1, head_dim]``, a view of ``cache [pages, page_size, head_dim]``."""
+    pages, page_size = cache.shape[:2]
+    if pages > 1 and page_size > 1 and cache.stride(0) != page_size * cache.stride(1):
+        what = f"kv_cache has strides {[*cache.stride()]}"
+        expected = "pages one after another, as sparse_mla_top_k counts tokens through all of them"
+        fail(ShapeError, where, what, expected, "pass a contiguous cache")
+    return cache.flatten(0, 1).unsqueeze(1)
