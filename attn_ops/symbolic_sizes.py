@@ -24,8 +24,14 @@ def guard_or_true(condition: Any) -> bool:
 
 
 def statically_known_true(condition: Any) -> bool:
-    """Whether ``condition`` holds for all sizes that the graph leaves open, without a guard."""
-    return condition if isinstance(condition, bool) else _guards().statically_known_true(condition)
+    """Whether ``condition`` holds for all sizes that the graph leaves open, without a guard.
+
+    To what Dynamo traces, conditions on symbols are bools too.
+    """
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    known: bool = _guards().statically_known_true(condition)
+    return known
 
 
 def has_static_value(size: Any) -> bool:

@@ -16,7 +16,7 @@ from attn_ops.eager.checked_call import call_op
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import uniform_indptr
+from attn_ops.plan.page_table import BatchSize, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import (
     ctas_per_head,
@@ -49,7 +49,7 @@ Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """The problem of a plan of ``spec`` for about ``rows`` query rows of each request."""
-    sizes = packed_rows_of_tiles(*spec.head_dims, device)
+    sizes = packed_rows_of_tiles(*spec.head_dims, device, spec.large_batch)
     tile_rows = spec.tile_rows(device) or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, sizes)
     return PlanProblem.of_options(
         page_size=spec.page_size,
@@ -73,6 +73,7 @@ def splits_pay(spec: PlanSpec, rows: int, kv_len: int, device: torch.device) -> 
     """
     if spec.num_kv_heads == 0 or splits_per_head(device, problem_of(spec, device, kv_len)) == 0:
         return False
+    spec = spec.of_batch(device, BatchSize(1, rows, 0, None))
     keys = kv_len - rows if keys_ahead(spec.causal, spec.window_right) else kv_len
     if spec.window_left >= 0:
         keys = at_most(keys, spec.window_left + 1)
@@ -170,7 +171,8 @@ class BlockTables(NamedTuple):
         page_size, device = self.spec.page_size, self.block_tables.device
         kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
         table = call_op("page_table", self.block_tables, kv_lens, page_size)
-        problem = problem_of(self.spec, device, width * page_size, -(-self.rows // batch))
+        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, None))
+        problem = problem_of(spec, device, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
             general = self.spec.general_decode
@@ -214,7 +216,8 @@ class RaggedLengths(NamedTuple):
         batch = max(1, self.qo_indptr.shape[0] - 1)
         longest = self.keys if self.max_kv_len is None else self.max_kv_len
         device = self.qo_indptr.device
-        problem = problem_of(self.spec, device, longest, -(-self.rows // batch))
+        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, None))
+        problem = problem_of(spec, device, longest, -(-self.rows // batch))
         table = self.kv_indptr, self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
         return _prefill(problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(device, problem))
 

@@ -101,18 +101,18 @@ def is_large_batch(
     """Whether plans for ``batch`` requests and ``rows`` query rows in all are for units of three consumers.
 
     ``head_dims`` are those of keys and values. The partial results of the splits must not take more workspace than
-    those of other plans.
+    those of other plans. A graph for any size has the tiles of other batches.
     """
     sms = hopper_sms(device)
     if num_kv_heads == 0 or sms == 0 or head_dims not in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
         return False
     units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
-    request_rows = rows * num_qo_heads // num_kv_heads // max(1, batch)
+    request_rows = rows * num_qo_heads // num_kv_heads // at_least(batch, 1)
     units_of_tile = LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS
     return (
-        units >= LARGE_BATCH_WAVES * sms
-        and request_rows >= LARGE_BATCH_REQUEST_ROWS
-        and num_kv_heads * units_of_tile <= sms
+        num_kv_heads * units_of_tile <= sms
+        and statically_known_true(units >= LARGE_BATCH_WAVES * sms)
+        and statically_known_true(request_rows >= LARGE_BATCH_REQUEST_ROWS)
     )
 
 

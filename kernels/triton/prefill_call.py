@@ -18,7 +18,7 @@ from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions
-from attn_ops.plan.sizing import packed_rows_of_tiles, rows_per_tile
+from attn_ops.plan.sizing import is_large_batch, packed_rows_of_tiles, rows_per_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
 
 
@@ -70,8 +70,9 @@ def attend(
     """Write ``out`` and, unless it has no elements, ``lse``."""
     rows = x.q.shape[0]
     if plan is None:
-        dim_a, dim_b, dim_vo = x.dims
-        tile_rows = rows_per_tile(*x.heads, packed_rows=packed_rows_of_tiles(dim_a + dim_b, dim_vo, x.q.device))
+        dims = sum(x.dims[:2]), x.dims[2]
+        large = is_large_batch(*x.heads, dims, 1, rows, x.q.device)
+        tile_rows = rows_per_tile(*x.heads, packed_rows=packed_rows_of_tiles(*dims, x.q.device, large))
         launch_tiles(x, out, lse, None, None, tile_rows, triton.cdiv(rows, tile_rows), o)
         return
     tile_rows = PlanProblem.of(plan.problem).tile_rows

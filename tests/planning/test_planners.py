@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attn_ops
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlanner
 from attn_ops.errors import CapacityError, PlanError
+from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
 from attn_ops.plan import sizing
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.plan_checks import check_plan
@@ -420,6 +421,33 @@ def test_fixed_capacity_decides_on_the_tiles_of_a_resizable_plan(monkeypatch: py
     for changes, tile_rows in (({}, 192), ({"unsplit": True}, 64), ({"fixed_split_size": 64}, 64)):
         sized = ResizablePlan(torch.device("cpu")).fit(spec._replace(**changes), small, BatchSize(1, 6336, 0, 6336))
         assert sized.planner.problem.tile_rows == tile_rows
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_plans_of_one_shot_calls_have_the_tiles_of_their_batch(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
+    spec = PlanSpec(False, paged, 64 if paged else 1, 32, 8, 128, 128, causal=True)
+
+    def planned(offsets: Tensor, rows: int) -> Tensor:
+        batch = offsets.shape[0] - 1
+        of_batch: BlockTables | RaggedLengths = RaggedLengths(spec, offsets, offsets, rows, rows)
+        if paged:
+            tables = torch.zeros(batch, 100, dtype=torch.int32)
+            of_batch = BlockTables(spec, tables, offsets.diff(), offsets, rows)
+        return of_batch.plan().problem
+
+    for lengths, expected in (((6336,), 192), ((600,), 64), ((3200, 3200), 192), ((100,) * 64, 64)):
+        assert PlanProblem.of(planned(indptr(lengths), sum(lengths))).tile_rows == expected
+
+    def step(q: Tensor, offsets: Tensor) -> Tensor:
+        return planned(offsets, q.shape[0])
+
+    # A graph for any number of rows has the largest tiles of other batches.
+    compiled = torch.compile(step, backend="eager", dynamic=True, fullgraph=True)
+    for rows in (7000, 600):
+        with torch.compiler.set_stance("default" if rows == 7000 else "fail_on_recompile"):
+            assert PlanProblem.of(compiled(torch.empty(rows), indptr((rows,)))).tile_rows == 64
 
 
 def test_large_batches_take_no_more_workspace_than_others_may(monkeypatch: pytest.MonkeyPatch) -> None:
