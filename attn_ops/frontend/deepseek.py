@@ -9,6 +9,7 @@ from torch import Tensor
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, refuse_with, required
 from attn_ops.frontend.context import context_shard
+from attn_ops.frontend.head_tables import table_of_latents
 from attn_ops.frontend.kv_cache import latent
 from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table, latent_call, ragged_call, rank_keys, uniform_rows
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec, dtype_without_scale
@@ -119,10 +120,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
             tokens, causal among themselves. With ``cum_seq_lens_q [batch + 1]``: ``[rows, num_heads, ...]``.
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
-        sparse_mla_top_k: if not 0, ``block_tables [batch, q_len, sparse_mla_top_k]``, or ``[rows, sparse_mla_top_k]``,
-            has the tokens of each query row, ``page * page_size + place``, each once and in any order; negative entries
-            do not count. ``seq_lens [batch]``: of a row no more tokens count than its request has up to it.
-            ``[batch, q_len]``: so many of each row, and None: all.
+        uses_shared_paged_kv_idx: if False, ``block_tables`` is ``[batch, 2, max_pages_per_request]``, the same pages
+            twice: a latent is a key and a value at once. The first ones are read.
+        sparse_mla_top_k: if not 0, ``block_tables`` is ``[batch, q_len, sparse_mla_top_k]`` or ``[rows, ...]``: the
+            tokens of each query row, ``page * page_size + place``, each once and in any order; negative entries do not
+            count. ``seq_lens [batch]``: of a row no more tokens count than its request has up to it. ``[batch,
+            q_len]``: so many of each row, and None: all.
         sparse_mla_top_k_lens: int ``[rows]``, tokens of each query row, which precede its negative entries. Without it
             they are moved there in every call.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
@@ -141,7 +144,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
     refuse(
         where,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         kv_scale_format=kv_scale_format,
     )
     sparse = SparseTokens.of(where, sparse_mla_top_k, sparse_mla_top_k_lens)
@@ -153,8 +155,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cp_rank=cp_rank,
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
-    if sparse is not None and shard is not None:
-        refuse_with(where, "sparse_mla_top_k", "query rows are requests of their own", enable_dcp=enable_dcp)
+    if sparse is not None:
+        refuse_with(
+            where,
+            "sparse_mla_top_k",
+            "query rows are requests of their own",
+            enable_dcp=None if shard is None else enable_dcp,
+            uses_shared_paged_kv_idx=None if uses_shared_paged_kv_idx else False,
+        )
+    if not uses_shared_paged_kv_idx:
+        block_tables = table_of_latents(where, block_tables, query.device)
     if return_lse_base not in (None, *LSE_BASE_NAMES):
         fail(OptionError, where, f"return_lse_base is {return_lse_base!r}", "base2 or basee", "pass one of the two")
     return _decode(

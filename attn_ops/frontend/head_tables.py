@@ -21,12 +21,22 @@ from attn_ops.plan.page_table import as_int32
 Caches = tuple[Tensor, Tensor]
 
 
-def with_one_table(where: str, caches: Caches, tables: Tensor, device: torch.device) -> tuple[Caches, Tensor]:
-    """Keys and values by ``tables [batch, 2, pages]``, of which row 0 is of the keys: their pages, and one table."""
+def _two_tables(where: str, tables: Tensor, device: torch.device) -> Tensor:
     tables = given_tensor(where, "block_tables", tables, device)
     if tables.dim() != 3 or tables.shape[1] != 2:
         expected = "[batch, 2, max_pages_per_request], of keys and of values"
         fail(ShapeError, where, f"block_tables is {shape_of(tables)}", expected, "stack the two tables")
+    return tables
+
+
+def table_of_latents(where: str, tables: Tensor, device: torch.device) -> Tensor:
+    """Of ``tables [batch, 2, pages]``, both of the same pages: a latent is a key and a value at once."""
+    return _two_tables(where, tables, device)[:, 0]
+
+
+def with_one_table(where: str, caches: Caches, tables: Tensor, device: torch.device) -> tuple[Caches, Tensor]:
+    """Keys and values by ``tables [batch, 2, pages]``, of which row 0 is of the keys: their pages, and one table."""
+    tables = _two_tables(where, tables, device)
     tables = as_int32(where, "block_tables", tables).to(device)
     batch, _, width = tables.shape
     found = []

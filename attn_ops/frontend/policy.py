@@ -97,7 +97,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cp_rank": ((0,), _CONTEXT),
     "causal_seqlens_kv_global": ((), _CONTEXT),
     "window_right": ((0,), "keys after the query are causal's business; pass causal or is_causal"),
-    "uses_shared_paged_kv_idx": ((True,), "a latent is a key and a value at once; pass the one table of a request"),
     "kv_scale_format": (("auto",), "MLA caches are float16, bfloat16, float32 or plain FP8"),
     "metadata": ((), "give the arguments of plan() themselves"),
 }

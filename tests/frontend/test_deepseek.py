@@ -45,6 +45,21 @@ def test_mla_of_ragged_rows_and_natural_lse() -> None:
     m.expected(sm_scale=0.1, causal=True).check(out, ln(lse))
 
 
+def test_mla_of_two_tables() -> None:
+    """Of keys and of values, which are one latent."""
+    m = Latents(EVEN)
+    tables = m.block_tables[:, None].expand(-1, 2, -1)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+        m.q.view(3, 2, 3, 80),
+        m.cache,
+        workspace(),
+        *(128, *m.dims, tables, m.table[2], 130),
+        bmm1_scale=0.1,
+        uses_shared_paged_kv_idx=False,
+    )
+    m.expected(sm_scale=0.1, causal=True).check(out.flatten(0, 1))
+
+
 def test_xqa_mla_by_its_other_name() -> None:
     m = Latents(((1, 40), (1, 0), (1, 20)), dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
     tables = (128, *m.dims, m.block_tables, m.table[2], 130)
@@ -88,5 +103,8 @@ def test_bad_input() -> None:
     with pytest.raises(ShapeError, match=rf"^{name}: out is \[3, 2, 3, 80\]; expected \[3, 2, 3, 64\]; \w"):
         call(m, query, m.cache, out=torch.empty_like(query))
     tables = (128, *m.dims, m.block_tables, None, 130)
+    expected = r"expected \[batch, 2, max_pages_per_request\], of keys and of values; stack the two tables"
+    with pytest.raises(ShapeError, match=rf"block_tables is \[3, 3\]; {expected}"):
+        call(m, query, m.cache, uses_shared_paged_kv_idx=False)
     with pytest.raises(ArgumentError, match="seq_lens is missing"):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(query, m.cache, workspace(), *tables)

@@ -263,6 +263,7 @@ FUNCTIONS = [
                 "return_lse_base": Raises("nonsense"),
                 "sparse_mla_top_k": Raises(8),
                 "sparse_mla_top_k_lens": Raises(D.seq_lens),
+                "uses_shared_paged_kv_idx": Raises(False),
             }
         },
     ),
@@ -279,6 +280,7 @@ FUNCTIONS = [
                 "return_lse_base": Raises("nonsense"),
                 "sparse_mla_top_k": Raises(8),
                 "sparse_mla_top_k_lens": torch.tensor([2, 1, 3, 1], device=DEVICE),
+                "uses_shared_paged_kv_idx": Raises(False),
             }
         },
     ),
