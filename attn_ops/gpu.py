@@ -34,10 +34,9 @@ def num_sms(device: torch.device) -> int:
     return int(properties(device).multi_processor_count)
 
 
-@functools.cache
 def hopper_sms(device: torch.device) -> int:
-    """SMs of a Hopper GPU, 0 for another device."""
-    return num_sms(device) if is_hopper(device) else 0
+    """SMs of a Hopper GPU, 0 for another device; also in traced calls."""
+    return int(properties(device).multi_processor_count) if is_hopper(device) else 0
 
 
 @functools.cache

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import OptionError, ShapeError, fail, shape_of
+from attn_ops.errors import OptionError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import given_tensor
 from attn_ops.frontend.one_shot import lengths
-from attn_ops.plan.page_table import as_int32
+from attn_ops.plan.page_table import as_int32, seen
 from attn_ops.typed import integers
 
 
@@ -56,34 +56,51 @@ class SparseTokens(NamedTuple):
             fail(ShapeError, where, f"block_tables is {shape_of(table)}", expected, "correct one of them")
         rows = math.prod(rows_shape)  # Size.numel() would make a traced size constant
         tokens = as_int32(where, "block_tables", table).to(device).reshape(rows, self.top_k)
-        counts = self._visible(where, seq_lens, qo_indptr, rows, device)
+        counts = self._visible(where, seq_lens, qo_indptr, rows, device, ragged=len(rows_shape) == 1)
         if self.top_k_lens is not None:
-            given = lengths(where, "sparse_mla_top_k_lens", self.top_k_lens, rows, device, self.top_k, each="query row")
-            return tokens.contiguous(), torch.minimum(counts, given)
-        column = torch.arange(self.top_k, device=device)
-        used = (column < counts[:, None]) & (tokens >= 0)
-        order = used.cumsum(1)
-        counts = order[:, -1:]
+            return tokens.contiguous(), torch.minimum(counts, self._given_counts(where, self.top_k_lens, rows, device))
+        named = tokens >= 0
+        order = named.cumsum(1, dtype=torch.int32)
+        used = named & (order <= counts[:, None])
+        order = used.cumsum(1, dtype=torch.int32)
+        counts, column = order[:, -1:], torch.arange(self.top_k, dtype=torch.int32, device=device)
         place = torch.where(used, order - 1, counts + column - order)
-        return torch.empty_like(tokens).scatter(1, place, tokens), counts[:, 0].int()
+        return torch.empty_like(tokens).scatter(1, place.long(), tokens), counts[:, 0].contiguous()
 
     def _visible(
-        self, where: str, seq_lens: Tensor | None, qo_indptr: Tensor, rows: int, device: torch.device
+        self,
+        where: str,
+        seq_lens: Tensor | None,
+        qo_indptr: Tensor,
+        rows: int,
+        device: torch.device,
+        *,
+        ragged: bool,
     ) -> Tensor:
-        """int32 ``[rows]``: of so many tokens the first may count, by the lengths of requests or of rows."""
+        """int32 ``[rows]``: so many tokens may count, by the lengths of requests, or of rows that are not ragged."""
         most = torch.full((rows,), self.top_k, dtype=torch.int32, device=device)
-        batch = qo_indptr.shape[0] - 1
-        if seq_lens is None or batch == 0:
+        if seq_lens is None:
             return most
-        if seq_lens.numel() != batch:
+        batch = qo_indptr.shape[0] - 1
+        if not ragged and seq_lens.numel() != batch:
             return torch.minimum(most, lengths(where, "seq_lens", seq_lens, rows, device, each="query row"))
         kv_lens, row = lengths(where, "seq_lens", seq_lens, batch, device), torch.arange(rows, device=device)
+        if batch == 0:
+            return torch.zeros_like(most)
         # The conversion copies: Inductor's searchsorted loses the offset of a view.
         ends = qo_indptr[1:].long()
         request = torch.searchsorted(ends, row, right=True).clamp(max=batch - 1)
         later = ends[request] - 1 - row  # rows of the request; negative after the last request
         visible = torch.where(later < 0, 0, kv_lens[request] - later)
         return visible.clamp(min=0).int().minimum(most)
+
+    def _given_counts(self, where: str, top_k_lens: Tensor, rows: int, device: torch.device) -> Tensor:
+        name = "sparse_mla_top_k_lens"
+        counts = lengths(where, name, top_k_lens, rows, device, each="query row")
+        if seen(top_k_lens) and rows and int(top_k_lens.max()) > self.top_k:
+            expected = f"at most sparse_mla_top_k, {self.top_k}"
+            fail(PageTableError, where, f"{name} has {int(top_k_lens.max())} tokens of a row", expected, "correct it")
+        return counts
 
 
 def one_token_pages(where: str, cache: Tensor) -> Tensor:

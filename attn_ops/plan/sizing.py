@@ -6,8 +6,8 @@ query tiles of a batch and their splits of fixed size, on any device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,14 +103,14 @@ def is_large_batch(
     ``head_dims`` are those of keys and values. The partial results of the splits must not take more workspace than
     those of other plans. A graph for any size has the tiles of other batches.
     """
-    sms = hopper_sms(device)
-    if num_kv_heads == 0 or sms == 0 or head_dims not in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
+    if num_kv_heads == 0 or head_dims not in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
         return False
+    sms = hopper_sms(device)
     units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
     request_rows = rows * num_qo_heads // num_kv_heads // at_least(batch, 1)
     units_of_tile = LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS
     return (
-        num_kv_heads * units_of_tile <= sms
+        num_kv_heads * units_of_tile <= sms  # of a GPU that is no Hopper 0
         and statically_known_true(units >= LARGE_BATCH_WAVES * sms)
         and statically_known_true(request_rows >= LARGE_BATCH_REQUEST_ROWS)
     )
@@ -161,8 +161,12 @@ def mla_cluster(packed_rows: int) -> int:
     return 1 if -(-packed_rows // MIN_PACKED_ROWS) % 2 else 2
 
 
-def cluster_splits(sms: int, problem: PlanProblem, tiles: int) -> int:
+def cluster_splits(
+    sms: int, problem: PlanProblem, tiles: int, holds: Callable[[Any], bool] = statically_known_true
+) -> int:
     """CTAs of a cluster that divide the KV tiles of the same packed rows, if there are ``tiles`` query tiles.
+
+    ``holds`` decides on symbolic sizes.
 
     Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
     an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one.
@@ -172,7 +176,7 @@ def cluster_splits(sms: int, problem: PlanProblem, tiles: int) -> int:
         return 1
     if mla_cluster(packed_rows_of_tile(problem)) > 1:
         return 1
-    return 2 if statically_known_true(2 * tiles * ctas_of_tile(problem) <= sms) else 1
+    return 2 if holds(2 * tiles * ctas_of_tile(problem) <= sms) else 1
 
 
 def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
@@ -211,7 +215,7 @@ def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | Non
     small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and not hopper
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
     if tiles is not None and hopper:
-        resident_ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles)
+        resident_ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles, decide)
     resident = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
     return 2 * resident if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * resident // 4 * 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.wrapper_requests import DEVICE
 from torch import Tensor
 
 import attn_ops as flashinfer
-from attn_ops.errors import OptionError, ShapeError, UnsupportedError
+from attn_ops.errors import OptionError, PageTableError, ShapeError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -72,11 +73,10 @@ LENGTHS: dict[str, Callable[[Sparse], Tensor | None]] = {
 def test_rows_of_chosen_tokens(lengths: str, scattered: bool) -> None:
     m = Sparse(EVEN)
     tokens = m.places()
-    if scattered and lengths == "none":
-        tokens = tokens[:, torch.randperm(TOP_K, generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)]
-    elif scattered:  # lengths cut what follows them
-        tokens = torch.stack([row.roll(int(n < TOP_K)) for row, n in zip(tokens, m.counts, strict=True)])
-        lengths = "none"
+    if scattered:
+        order = torch.randperm(TOP_K, generator=torch.Generator().manual_seed(1))
+        tokens = tokens[:, order.to(DEVICE)]
+        assert ((tokens[:, :-1] < 0) & (tokens[:, 1:] >= 0)).any()
     out, lse = call(m, m.of_rows(m.q), m.of_rows(tokens), LENGTHS[lengths](m))
     assert out.shape == (3, 2, 3, 64)
     m.sparse(sm_scale=0.1).check(out.flatten(0, 1), lse)
@@ -111,6 +111,15 @@ def test_of_tokens_that_a_row_does_not_see_the_first_count() -> None:
     out, lse = call(m, m.of_rows(m.q), m.of_rows(m.places(named)), m.table[2])
     assert visible[6] == 0
     m.sparse(sm_scale=0.1).check(out.flatten(0, 1), lse)
+
+
+def test_rows_after_the_last_request_have_no_tokens() -> None:
+    m = Sparse(EVEN)
+    for offsets, lens in (([0, 2, 4], m.table[2][:2]), ([0], m.table[2][:0])):
+        cum = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+        out, lse = call(m, m.q, m.places(), lens, cum_seq_lens_q=cum)
+        assert not out[offsets[-1] :].any()
+        assert (lse[offsets[-1] :] == -math.inf).all()
 
 
 def test_no_requests() -> None:
@@ -191,6 +200,11 @@ def test_bad_input() -> None:
         call(m, query, tokens, lens, sparse_mla_top_k_lens=lens)
     with pytest.raises(UnsupportedError, match="enable_dcp is given with sparse_mla_top_k"):
         call(m, query, tokens, lens, enable_dcp=True, cp_world=2, causal_seqlens_kv_global=lens)
+    with pytest.raises(ShapeError, match=rf"^{name}: seq_lens is \[6\]; expected \[3\], one per request"):
+        call(m, m.q, m.places(), m.counts, cum_seq_lens_q=m.qo_indptr)
+    expected = r"25 tokens of a row; expected at most sparse_mla_top_k, 24; correct it"
+    with pytest.raises(PageTableError, match=rf"^{name}: sparse_mla_top_k_lens has {expected}"):
+        call(m, query, tokens, lens, sparse_mla_top_k_lens=torch.full((6,), 25))
     m.top_k = -1
     with pytest.raises(OptionError, match=rf"^{name}: sparse_mla_top_k is -1; expected 0 or more"):
         call(m, query, tokens, lens)

@@ -450,6 +450,23 @@ def test_plans_of_one_shot_calls_have_the_tiles_of_their_batch(paged: bool, monk
             assert PlanProblem.of(compiled(torch.empty(rows), indptr((rows,)))).tile_rows == 64
 
 
+def test_compiled_mla_calls_of_any_batch_have_the_splits_of_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters that divide KV, in small batches, have a graph of their own."""
+    gpu = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(sizing, "properties", lambda device: gpu)
+    problem = PlanProblem(64, 16, 1, 576, 512, 4096, tile_rows=1, ahead=1)
+
+    def step(q: Tensor) -> Tensor:
+        batch = q.shape[0]
+        tiles = sizing.most_tiles(problem, batch, batch)
+        return q.new_zeros(sizing.splits_per_head(torch.device("cuda"), problem, tiles))
+
+    compiled = torch.compile(step, backend="eager", dynamic=True, fullgraph=True)
+    for batch, splits in ((2, 98), (128, 198), (66, 98), (67, 198)):
+        with torch.compiler.set_stance("default" if batch in (2, 128) else "fail_on_recompile"):
+            assert step(torch.empty(batch)).shape == compiled(torch.empty(batch)).shape == (splits,)
+
+
 def test_large_batches_take_no_more_workspace_than_others_may(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
