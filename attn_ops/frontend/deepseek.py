@@ -47,15 +47,15 @@ def _decode(
     flat, (ckv, kpe) = query.flatten(end_dim=-3), latent(where, kv_cache, dims[0])
     if kpe.shape[-1] != dims[1]:
         fail(ShapeError, where, f"kv_cache is {shape_of(kv_cache)}", f"{sum(dims)} at the end", "correct the sizes")
-    batch = query.shape[0] if cum_seq_lens_q is None else max(0, cum_seq_lens_q.numel() - 1)
     if sparse is None:
         required(where, seq_lens=seq_lens)
         block_tables = block_table(where, "block_tables", block_tables, query.device)
-        if cum_seq_lens_q is None:
-            uniform_rows(where, batch, block_tables.shape[0], 1, query.device)
         batch = block_tables.shape[0]
+    else:
+        batch = query.shape[0] if cum_seq_lens_q is None else max(0, cum_seq_lens_q.numel() - 1)
     if cum_seq_lens_q is None:
-        rows, positioned = uniform_indptr(batch, query.shape[1], query.device), query.shape[1] > 1
+        uniform_rows(where, query.shape[0], batch, 1, query.device)
+        rows, positioned = uniform_indptr(query.shape[0], query.shape[1], query.device), query.shape[1] > 1
     else:
         rows, positioned = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch, "query", query), True
     keys = rank_keys(where, *context, 0, batch, query.device, positioned=positioned)

@@ -61,8 +61,7 @@ class SparseTokens(NamedTuple):
             return tokens.contiguous(), torch.minimum(counts, self._given_counts(where, self.top_k_lens, rows, device))
         named = tokens >= 0
         order = named.cumsum(1, dtype=torch.int32)
-        used = named & (order <= counts[:, None])
-        order = used.cumsum(1, dtype=torch.int32)
+        used, order = named & (order <= counts[:, None]), order.minimum(counts[:, None])
         counts, column = order[:, -1:], torch.arange(self.top_k, dtype=torch.int32, device=device)
         place = torch.where(used, order - 1, counts + column - order)
         return torch.empty_like(tokens).scatter(1, place.long(), tokens), counts[:, 0].contiguous()

@@ -106,13 +106,12 @@ def is_large_batch(
     if num_kv_heads == 0 or head_dims not in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
         return False
     sms = hopper_sms(device)
+    if num_kv_heads * (LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS) > sms:  # also on other devices
+        return False
     units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
     request_rows = rows * num_qo_heads // num_kv_heads // at_least(batch, 1)
-    units_of_tile = LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS
-    return (
-        num_kv_heads * units_of_tile <= sms  # of a GPU that is no Hopper 0
-        and statically_known_true(units >= LARGE_BATCH_WAVES * sms)
-        and statically_known_true(request_rows >= LARGE_BATCH_REQUEST_ROWS)
+    return statically_known_true(units >= LARGE_BATCH_WAVES * sms) and statically_known_true(
+        request_rows >= LARGE_BATCH_REQUEST_ROWS
     )
 
 
