@@ -20,8 +20,8 @@
 // warps 2, 3        producer Q: the queries of the unit and of the next, into kQueries buffers. One thread, by TMA, if
 //                   a group divides 64, as a box then has 64 packed rows; otherwise all threads, by cp.async. Its first
 //                   thread is the scheduler, which passes the units of the CTA to the producers. With FP8 products they
-//                   also transpose values. With KV_CP_ASYNC warp 3 is a second producer V, unless it transposes or a
-//                   loaded tile has 32 tokens
+//                   also transpose values. With KV_CP_ASYNC, unless they transpose or a loaded tile has 32 tokens, they
+//                   are a second producer K and a second producer V
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
 // warpgroup 3       consumer 2 of three, in 16 bits: with heads of 64, and with heads of 128 and shorter KV tiles in
 //                   large batches. It has no rows if blocks of a work item have at most 128
@@ -31,8 +31,9 @@
 // warps 6, 7        converters V: FP8 values into the ring
 //
 // The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left:
-// early enough that nobody waits for it, and as late as that allows, so that CTAs end together. The unit goes to the
-// producers through `unit` in shared memory, and from producer Q to the consumers with the queries.
+// early enough that nobody waits for it, and as late as that allows, so that CTAs end together. If it copies keys
+// itself, it takes the next unit after the last tile of this one. The unit goes to the producers through `unit` in
+// shared memory, and from producer Q to the consumers with the queries.
 //
 // Schedule
 // --------
@@ -56,9 +57,9 @@
 //                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
 //         [producers K and V]  with KV_CP_ASYNC, in place of steps 3 and 4: wait for empty; all lanes copy the rows of
 //                       the tile's tokens, zeros from the end on, and arrive on full[j] when their copies have ended;
-//                       load the page numbers of tile j+1. Each of two producers V copies half of the tokens. Warp 3
-//                       loads its part of the queries before the tiles of a unit. Consumers that read these copies
-//                       execute a proxy fence after they have waited for full
+//                       load the page numbers of tile j+1. Each of two producers copies half of the tokens, and the
+//                       second ones take step 1 before these. Consumers that read these copies execute a proxy fence
+//                       after they have waited for full
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
@@ -207,10 +208,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     const int readers = kConsumerWarps * (p.block_rows() / kPackedRows);
-    constexpr int key_writers = KV_FP8 ? kWarpsOfTensor : kKeyArrivals;
-    constexpr int value_writers = KV_FP8 ? kWarpsOfTensor : kValueArrivals;
-    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), key_writers);
-    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), value_writers);
+    constexpr int writers = KV_FP8 ? kWarpsOfTensor : kTensorArrivals;
+    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
+    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
 #if Q_FP8
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), kTransposeWarps);
@@ -220,8 +220,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
 #endif
 #if KV_FP8
-    for (uint64& barrier : shared.fp8_full[0]) init_barrier(shared_address(&barrier), kKeyArrivals);
-    for (uint64& barrier : shared.fp8_full[1]) init_barrier(shared_address(&barrier), kValueArrivals);
+    for (auto& barriers : shared.fp8_full)
+      for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kTensorArrivals);
     for (auto& barriers : shared.fp8_empty)
       for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kWarpsOfTensor);
     for (int& end : shared.fp8_end) end = 0;
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), p.consumers() * kConsumerWarps);
     init_barrier(shared_address(&shared.unit_full), 1);
     init_barrier(shared_address(&shared.unit_empty),
-                 Q_FP8 ? kProducerWarps : 1 + kValueProducers + (q_box_rows ? 1 : kQueryThreads / kValueProducers));
+                 Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
     init_barrier(shared_address(&shared.staging), 1);
     fence_barrier_init();
   }
@@ -242,10 +242,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   if (warp < kProducerWarps) {
     decrease_registers<kProducerRegisters>();
 #if KV_CP_ASYNC
-    if (warp == 0)
+    if (warp < 2 * kTensorProducers && warp % 2 == 0)
       produce_tokens<false>(p, {k, kLoadedBytes * stride_k_page, kLoadedBytes * stride_k_token},
-                            kLoadedBytes * stride_k_head, queries, 0, shared);
-    else if (warp % 2 && warp < 2 * kValueProducers)
+                            kLoadedBytes * stride_k_head, queries, warp / 2, shared);
+    else if (warp < 2 * kTensorProducers)
       produce_tokens<true>(p, {v, kLoadedBytes * stride_v_page, kLoadedBytes * stride_v_token},
                            kLoadedBytes * stride_v_head, queries, warp / 2, shared);
 #else

@@ -63,11 +63,12 @@ constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : KV_FP8 ? 208 : kSpare
 constexpr int kLaunchRegisters = kThreads == 512 ? 128 : 168;
 static_assert(kProducerRegisters + kConverterRegisters + kConsumers * kConsumerRegisters <=
               kThreads / 128 * kLaunchRegisters);
-// Producers that copy tokens: how many have values, the arrivals of one at a barrier, and the addresses that it has at
-// once. Who multiplies what threads copied executes a proxy fence.
-constexpr int kValueProducers = KV_CP_ASYNC && !kFp8Products && kLoadedTile >= 64 ? 2 : 1;
-constexpr int kProducerArrivals = KV_CP_ASYNC ? 32 : 1, kAddresses = kProducerRegisters > 40 ? 8 : 2;
-constexpr int kKeyArrivals = kProducerArrivals, kValueArrivals = kValueProducers * kProducerArrivals;
+// Producers of keys, and as many of values: with two that copy tokens, the second ones are the warps of producer Q too.
+// The arrivals of one at a barrier, of all, and the addresses that one which copies tokens has at once. Who multiplies
+// what threads copied executes a proxy fence.
+constexpr int kTensorProducers = KV_CP_ASYNC && !kFp8Products && kLoadedTile >= 64 ? 2 : 1;
+constexpr int kProducerArrivals = KV_CP_ASYNC ? 32 : 1, kTensorArrivals = kTensorProducers * kProducerArrivals;
+constexpr int kAddresses = kProducerRegisters > 40 ? 8 : 2;
 constexpr bool kFencesKeys = KV_CP_ASYNC && !KV_FP8, kFencesValues = kFencesKeys && !kFp8Products;
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup

@@ -25,7 +25,6 @@ struct LoadedTiles {
   static constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = kLoadedTile * kDim * kLoadedBytes;
   static constexpr int kStages = KV_FP8 ? kFp8Stages : VALUES ? kValueStages : kKeyStages;
   static constexpr int kFullBarriers = KV_FP8 ? kStages : 2 * kStages;
-  static constexpr int kProducers = VALUES ? kValueProducers : 1;
   using Layout = LoadedLayout<kDim>;
 
   uint32 memory, full, empty;
@@ -225,7 +224,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
 }
 
 // Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread
-// is the scheduler. With two producers of values warp 3 is the second one, and loads its queries in `produce_tokens`.
+// is the scheduler. With two producers of keys and of values, the second ones do this in `produce_tokens`.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   if (q.box_rows && thread) return;

@@ -8,20 +8,26 @@ namespace attn_ops {
 namespace {
 
 // One warp: the KV tiles of all units, as `produce` of prefill_producer.cuh. Page numbers are loaded a tile ahead. Of
-// several producers each has its `part` of the tokens of a tile; the second one loads queries too, unless TMA does.
+// two producers each has its `part` of the tokens of a tile. Before the tiles of a unit the second ones do what
+// `produce_queries` does.
 template <bool VALUES>
 DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 stride_head, const Queries& q, int part,
                            Shared& shared) {
   using Tiles = LoadedTiles<VALUES>;
   using Layout = typename Tiles::Layout;
-  constexpr int kOwnTokens = kLoadedTile / Tiles::kProducers;
+  constexpr int kOwnTokens = kLoadedTile / kTensorProducers;
   const Tiles tiles(shared);
   const FastDivide by_page(p.page_size);
+  const int query_thread = threadIdx.x % kQueryThreads;
+  Schedule schedule;
   uint32 tile = 0;
   for (uint32 n = 0;; ++n) {
+    if (!VALUES && kTensorProducers > 1 && part && query_thread == 0) pass_unit(p, schedule, n, shared);
+    __syncwarp();
     const Unit& unit = wait_for_unit(n, shared);
-    if (Tiles::kProducers > 1 && part && !q.box_rows)
-      load_queries(p, q, unit, n, shared, threadIdx.x % kQueryThreads), __syncwarp();
+    if (kTensorProducers > 1 && part && (!q.box_rows || query_thread == 0))
+      load_queries(p, q, unit, n, shared, query_thread);
+    __syncwarp();
     if (unit.count <= 0) break;
     const PagedTokens request = {by_page, unit.page_start, unit.end};
     const TokenSource of_head = source.from_byte(unit.kv_head * stride_head);

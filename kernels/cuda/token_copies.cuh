@@ -60,35 +60,35 @@ struct TileTokens {
   }
 
   // One warp: of all tokens BLOCKS * ROW_BYTES bytes, as rows of a swizzled tile, zeros from the end on. A group of 8
-  // tokens is at `group(number)`, and its next block of columns BLOCK_BYTES further. In each copy ROW_BYTES / 16 lanes
-  // have a row.
+  // tokens is at `group(number)`, and its next block of columns BLOCK_BYTES further. As many lanes as a row has chunks
+  // of 16 bytes have as many tokens, one after the other. Lanes that had left a wait apart would execute this apart.
   template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group>
   DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group) const {
-    constexpr int kChunks = ROW_BYTES / 16, kRows = 32 / kChunks, kCopies = 32 / kRows;
-    constexpr int kAtOnce = ADDRESSES < kCopies ? ADDRESSES : kCopies;
-    const int lane = threadIdx.x % 32, row = lane / kChunks, chunk = lane % kChunks;
+    constexpr int kChunks = ROW_BYTES / 16, kAtOnce = ADDRESSES < kChunks ? ADDRESSES : kChunks;
+    const int lane = threadIdx.x % 32, first_row = lane / kChunks * kChunks;
+    const auto swizzle = [](int row) { return (row * ROW_BYTES / 128 & (kChunks - 1)) * 16; };
+    const uint32 in_group = first_row % 8 * ROW_BYTES + (lane % kChunks * 16 ^ swizzle(first_row % 8));
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int token = first + 32 * i + lane;
       const uint32 page = min(pages[i], uint32(p.num_pages) - 1);
       const int64 offset = page * from.page + request.by_page.remainder(token) * from.token;
       const uint64 own = reinterpret_cast<uint64>(from.first + (token < request.end ? offset : 0));
-      const uint32 existing = __ballot_sync(~0u, token < request.end) >> row;
+      const uint32 existing = __ballot_sync(~0u, token < request.end) >> first_row;
+      const uint32 to = group(i * 4 + first_row / 8) + in_group;
 #pragma unroll
-      for (int copy = 0; copy < kCopies; copy += kAtOnce) {
+      for (int row = 0; row < kChunks; row += kAtOnce) {
         uint64 addresses[kAtOnce];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-          addresses[j] = __shfl_sync(~0u, own, (copy + j) * kRows + row) + chunk * 16;
+        for (int j = 0; j < kAtOnce; ++j) addresses[j] = __shfl_sync(~0u, own, row + j, kChunks) + lane % kChunks * 16;
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const int first_row = (copy + j) * kRows;
           const char* from_row = reinterpret_cast<const char*>(addresses[j]);
-          const int in_group = first_row % 8 + row, swizzle = in_group * ROW_BYTES / 128 & (kChunks - 1);
-          const uint32 to = group(i * 4 + first_row / 8) + in_group * ROW_BYTES + (chunk ^ swizzle) * 16;
+          const uint32 to_row = (to ^ swizzle(row + j)) + (row + j) * ROW_BYTES;
 #pragma unroll
           for (int block = 0; block < BLOCKS; ++block)
-            copy_chunk(to + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> first_row & 1);
+            copy_chunk(to_row + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> (row + j) & 1);
         }
       }
     }

@@ -309,15 +309,15 @@ MLA_FP8_FAULTS = {
 TOKEN_FAULTS = {
     "another place": Planted(
         Fault(
-            "copy_chunk(to + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> first_row & 1);",
-            "copy_chunk(to + block * BLOCK_BYTES ^ 16, from_row + block * ROW_BYTES, existing >> first_row & 1);",
+            "copy_chunk(to_row + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> (row + j) & 1);",
+            "copy_chunk(to_row + block * BLOCK_BYTES ^ 16, from_row + block * ROW_BYTES, existing >> (row + j) & 1);",
         ),
         "differs",
     ),
     "the address of another row": Planted(
         Fault(
-            "addresses[j] = __shfl_sync(~0u, own, (copy + j) * kRows + row) + chunk * 16;",
-            "addresses[j] = __shfl_sync(~0u, own, (copy + j) * kRows) + chunk * 16;",
+            "addresses[j] = __shfl_sync(~0u, own, row + j, kChunks) + lane % kChunks * 16;",
+            "addresses[j] = __shfl_sync(~0u, own, row + j) + lane % kChunks * 16;",
         ),
         "differs",
     ),
@@ -332,17 +332,33 @@ FEWER = "more arrivals|race|uninitialised|deadlock"
 PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
     "an arrival fewer for keys": Planted(
         Fault(
-            "init_barrier(shared_address(&barrier), key_writers);",
-            "init_barrier(shared_address(&barrier), key_writers - 1);",
+            "for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);",
+            "for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers - 1);",
         ),
         FEWER,
     ),
     "the arrivals of one producer of values": Planted(
         Fault(
-            "init_barrier(shared_address(&barrier), value_writers);",
-            "init_barrier(shared_address(&barrier), kProducerArrivals);",
+            "for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);",
+            "for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), kProducerArrivals);",
         ),
         FEWER,
+    ),
+    "the next unit while a producer reads this one": Planted(
+        Fault(
+            "init_barrier(shared_address(&shared.unit_empty),\n"
+            "                 Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));",
+            "init_barrier(shared_address(&shared.unit_empty), kProducerWarps - 1);",
+        ),
+        "race|more|deadlock",
+    ),
+    "the queries of one producer alone": Planted(
+        Fault(
+            "if (kTensorProducers > 1 && part && (!q.box_rows || query_thread == 0))\n"
+            "      load_queries(p, q, unit, n, shared, query_thread);",
+            "if (!VALUES && part) load_queries(p, q, unit, n, shared, query_thread);",
+        ),
+        "deadlock",
     ),
     "copies are not waited for": Planted(
         Fault(

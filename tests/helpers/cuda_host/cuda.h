@@ -58,8 +58,9 @@ inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 #define __syncthreads host::sync_threads
 #define __syncwarp host::sync_warp
 template <class T>
-T __shfl_sync(unsigned, T x, int lane) {
+T __shfl_sync(unsigned, T x, int lane, int width = 32) {
   using Bits = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
+  lane = int(threadIdx.x % 32) / width * width + lane % width;
   return std::bit_cast<T>(Bits(host::exchange(std::bit_cast<Bits>(x), lane, "__shfl_sync")));
 }
 template <class T>
