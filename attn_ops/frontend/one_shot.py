@@ -1,7 +1,8 @@
 """One-shot calls: attention without a prior plan(). The call plans and attends, and traces.
 
-Lengths on the host are checked against the table. Elsewhere, where no length is read, a request that is longer than its
-row of the table has as many tokens as the row has places.
+Lengths on the host are checked against the table, and a table on the host against the cache. Elsewhere, where neither
+is read, a request that is longer than its row of the table has as many tokens as the row has places, and a page number
+beyond the cache is that of its last page.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def lengths(
     capacity: int | None = None,
     table: str | None = "block_tables",
     each: str = "request",
+    pages: str = "",
 ) -> Tensor:
     """int32 ``[batch]`` of lengths of any integer dtype, one per ``each``, which may have any further dimensions.
 
-    ``capacity``: the most tokens that a row of ``table``, an argument, holds, or of a cache without a table.
+    ``capacity``: the most tokens that a row of ``table``, an argument, holds, or of a cache without a table. ``pages``
+    says of how many tokens its pages are, and why.
     """
     t = given_tensor(where, name, t, device)
     if t.numel() != batch:
@@ -69,15 +72,30 @@ def lengths(
     if seen(t) and batch and int(t.min()) < 0:
         fail(PageTableError, where, f"{name} has a length of {int(t.min())}", "0 or more", "correct it")
     if capacity is not None and seen(t) and batch and int(t.max()) > capacity:
-        too_long(where, int(t.max()), capacity, table)
+        too_long(where, int(t.max()), capacity, table, pages)
     return as_int32(where, name, t.reshape(batch)).to(device).contiguous()
 
 
-def too_long(where: str, tokens: int, capacity: int, table: str | None) -> NoReturn:
+def too_long(where: str, tokens: int, capacity: int, table: str | None, pages: str = "") -> NoReturn:
     """A request does not fit its row of ``table``, or of a cache without a table."""
     holder, fix = ("its cache", "pass a larger cache") if table is None else (table, f"pass a wider {table}")
-    shown = f"a request has {tokens} tokens and {holder} capacity for {capacity}"
+    shown = f"a request has {tokens} tokens and {holder} capacity for {capacity}{pages}"
     fail(PageTableError, where, shown, f"at most {capacity}", fix)
+
+
+def check_pages(
+    where: str, name: str, table: Tensor, tokens: Tensor, page_size: int, pages: int, first: Tensor | int = 0
+) -> None:
+    """A block table on the host names pages of the cache, as far as a request has ``tokens``; from page ``first`` on.
+
+    ``tokens [batch]`` is on the host, and ``first`` ``[batch, 1]``.
+    """
+    used, column = -(-tokens // max(1, page_size)), torch.arange(table.shape[1], device="cpu")
+    wrong = (column < used[:, None]) & (column >= first) & ((table < 0) | (table >= pages))
+    if wrong.any():
+        b, i = wrong.nonzero()[0].tolist()
+        shown, expected = f"{name}[{b}, {i}] is {int(table[b, i])}", f"a page of the cache, 0 to {pages - 1}"
+        fail(PageTableError, where, shown, expected, "pass numbers of this cache")
 
 
 def rank_keys(
@@ -108,11 +126,30 @@ def rank_keys(
 
 
 def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -> Tensor:
-    """int32 ``[batch, max_pages_per_request]`` of any integer dtype."""
+    """int32 ``[batch, max_pages_per_request]`` of any integer dtype, for ``device``, to which it is not moved."""
     t = given_tensor(where, name, t, device)
     if t.dim() != 2:
         fail(ShapeError, where, f"{name} is {shape_of(t)}", "[batch, max_pages_per_request]", "reshape it")
-    return as_int32(where, name, t).to(device).contiguous()
+    return as_int32(where, name, t).contiguous()
+
+
+def _row_lengths(
+    where: str, names: TableNames, tables: Tensor, seq_lens: Any, page_size: int, device: torch.device, pages: str = ""
+) -> Tensor:
+    """:func:`lengths` of the rows of ``tables``: on the host if both are, for :func:`_on_device`."""
+    if isinstance(seq_lens, Tensor) and seen(tables) and seen(seq_lens):
+        device = tables.device
+    capacity = tables.shape[1] * page_size
+    return lengths(where, names.lengths, seq_lens, tables.shape[0], device, capacity, names.table, pages=pages)
+
+
+def _on_device(
+    where: str, names: TableNames, tables: Tensor, seq_lens: Tensor, cache: Tensor, page_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Block tables, which on the host are checked against ``cache``, and lengths."""
+    if seen(tables) and seen(seq_lens):
+        check_pages(where, names.table, tables, seq_lens, page_size, cache.shape[0])
+    return tables.to(device), seq_lens.to(device)
 
 
 def uniform_rows(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
@@ -177,10 +214,11 @@ def block_table_call(
         causal=options.causal and qo_indptr is not None,
         general_decode=general and qo_indptr is None,
     )
-    capacity = block_tables.shape[1] * page_size
-    seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q.device, capacity, names.table)
+    pages = f", in pages of {page_size} by kv_layout {kv_layout!r}"
+    seq_lens = _row_lengths(where, names, block_tables, seq_lens, page_size, q.device, pages)
     check_groups(where, q.shape[1], num_kv_heads, "repeat or regroup the heads, or name the other kv_layout")
-    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys)
+    on_device = _on_device(where, names, block_tables, seq_lens, k_cache, page_size, q.device)
+    batch = BlockTables(spec, *on_device, qo_indptr, q.shape[0], tree_mask, keys)
     op = "batch_decode" if spec.decode else "batch_prefill"
     return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
 
@@ -214,9 +252,9 @@ def latent_call(
         head_dim_vo=q_nope.shape[2],
         causal=options.causal,
     )
-    capacity = block_tables.shape[1] * spec.page_size
-    seq_lens = lengths(where, names.lengths, seq_lens, block_tables.shape[0], q_nope.device, capacity, names.table)
-    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0], keys=keys)
+    seq_lens = _row_lengths(where, names, block_tables, seq_lens, spec.page_size, q_nope.device)
+    on_device = _on_device(where, names, block_tables, seq_lens, ckv, spec.page_size, q_nope.device)
+    batch = BlockTables(spec, *on_device, qo_indptr, q_nope.shape[0], keys=keys)
     return AttentionCall(where, "batch_mla", tensors, batch, options, output, scales)
 
 

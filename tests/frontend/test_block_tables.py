@@ -66,8 +66,31 @@ def test_lengths_fill_their_rows_of_the_table_at_most() -> None:
     tables, more = r.block_tables(spare=0), torch.tensor([129, 3])
     call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace(), tables)
     r.expected(sm_scale=0.125).check(call(r.seq_lens.cpu(), 128, 0.125))
-    with pytest.raises(errors.PageTableError, match="a request has 129 tokens and block_tables capacity for 128"):
+    shown = f"a request has 129 tokens and block_tables capacity for 128, in pages of {r.page_size} by kv_layout 'HND'"
+    with pytest.raises(errors.PageTableError, match=shown):
         call(more, 129, 0.125)
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 20])
+def test_tables_on_the_host_name_pages_of_the_cache(number: int) -> None:
+    """As far as a request has tokens, also where the cache is on a GPU."""
+    r = Requests(kv_lens=(128, 3), kv_layout="HND")
+    tables, lens = r.block_tables(spare=1).cpu(), r.seq_lens.cpu()
+    call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace())
+    tables[0, -1], tables[1, 1:] = number, number
+    r.expected(sm_scale=0.125).check(call(tables, lens, 128, 0.125))
+    tables[0, 1] = number
+    expected = rf"block_tables\[0, 1\] is {number}; expected a page of the cache, 0 to {r.cache()[0].shape[0] - 1}"
+    with pytest.raises(errors.PageTableError, match=expected):
+        call(tables, lens, 128, 0.125)
+
+
+def test_tables_of_mla_name_pages_of_the_cache() -> None:
+    cache, tables = torch.randn(4, 8, 576, device=DEVICE), torch.tensor([[1, 4]])
+    with pytest.raises(errors.PageTableError, match=r"block_tables\[0, 1\] is 4; expected a page of the cache, 0 to 3"):
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+            torch.randn(1, 1, 16, 576, device=DEVICE), cache, workspace(), 128, 512, 64, tables, torch.tensor([9]), 9
+        )
 
 
 @pytest.mark.parametrize("q_len", [1, 2])

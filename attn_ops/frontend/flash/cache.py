@@ -33,7 +33,7 @@ from attn_ops.frontend.flash.metadata import (
     shared,
 )
 from attn_ops.frontend.flash.rotary import Rotary
-from attn_ops.frontend.one_shot import block_table, lengths, too_long
+from attn_ops.frontend.one_shot import block_table, check_pages, lengths, too_long
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
@@ -135,7 +135,7 @@ class CacheBatch(NamedTuple):
             in_order = torch.arange(self.requests, dtype=torch.int32, device=self.device)
             return (in_order if rows is None else rows)[:, None]
         name = self.table_name or "block_table"
-        table = block_table(where, name, self.table, self.device)
+        table = block_table(where, name, self.table, self.device).to(self.device)
         if rows is None and table.shape[0] != self.requests:
             expected = f"{self.requests}, one per request"
             fail(ShapeError, where, f"{name} has {table.shape[0]} rows", expected, "correct it")
@@ -227,18 +227,9 @@ class CacheBatch(NamedTuple):
         capacity = table.shape[1] * self.spec.page_size
         self._check_number(where, capacity)
         after = host.after(where, capacity)
-        first = self._check_leftpad(where, host) // max(1, self.spec.page_size)
-        pages, column = -(-after // max(1, self.spec.page_size)), torch.arange(table.shape[1], device="cpu")
-        wrong = (column < pages[:, None]) & (column >= first) & ((table < 0) | (table >= self.places))
-        if wrong.any():
-            b, i = wrong.nonzero()[0].tolist()
-            fail(
-                PageTableError,
-                where,
-                f"{self.table_name}[{b}, {i}] is {int(table[b, i])}",
-                f"a page of the cache, 0 to {self.places - 1}",
-                "pass numbers of this cache",
-            )
+        page_size = self.spec.page_size
+        first = self._check_leftpad(where, host) // max(1, page_size)
+        check_pages(where, self.table_name or "block_table", table, after, page_size, self.places, first)
 
     def _check_leftpad(self, where: str, host: CacheBatch) -> Tensor:
         """int32 ``[batch, 1]`` on the host: padding, which ends where the cache does at the latest."""
