@@ -102,6 +102,13 @@ def test_wrong_types_name_the_argument(op: str, name: str, kind: str) -> None:
     assert str(raised.value).startswith(f"{op}: {name} is {message}")
 
 
+def test_a_planner_is_not_a_plan() -> None:
+    planner = attn_ops.DecodePlanner(1, 1, page_size=8, num_qo_heads=1, num_kv_heads=1, head_dim=16)
+    q, cache = torch.zeros(1, 1, 16), torch.zeros(1, 8, 1, 16)
+    with pytest.raises(errors.ArgumentError, match=r"plan is of type .*Planner; .*; pass what its plan\(\) returns"):
+        attn_ops.ops.batch_decode(q, cache, cache, planner, planner.workspace)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_missing_arguments(op: str) -> None:
     with pytest.raises(TypeError, match="missing"):
