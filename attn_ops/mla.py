@@ -420,7 +420,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         """Block tables, lengths and ``qo_indptr`` of a query with the same number of rows for every request."""
         required(where, kv_len=kv_len)
         assert kv_len is not None
-        table = block_table(where, "page_table", page_table, q.device)
+        table = block_table(where, "page_table", page_table, q.device).to(q.device)
         batch = table.shape[0]
         q_len = q.shape[0] // max(1, batch)
         if q.shape[0] != batch * q_len:

@@ -319,7 +319,7 @@ def _refuse_type(where: str, wrong: _Argument) -> None:
             fix = f"make a tensor of it with torch.tensor({name})"
         elif expected.startswith("a tensor") and hasattr(value, "__array__"):
             fix = f"make a tensor of it with torch.from_numpy({name})"
-        elif name == "plan" and hasattr(value, "plan"):
+        elif name == "plan" and hasattr(value, "plan") and hasattr(value, "state"):
             fix = "pass what its plan() returns"
     fail(ArgumentError, where, f"{name} is {shown}", expected, fix)
 

@@ -46,8 +46,8 @@ ROLES = {
     },
 }
 """The warps of each role, by kernel. Those that are not named do nothing, except where producers copy tokens by
-``cp.async``: there MLA has four producers of KV tiles, warps 0 to 3, and in prefill warps 2 and 3 are producers of keys
-and of values too."""
+``cp.async``: there MLA has four producers of KV tiles, warps 0 to 3, and in prefill warps 2 and 3 may be producers of
+keys and of values too."""
 
 CLOCK_BYTES = 24
 """``sizeof(WarpClock)``."""

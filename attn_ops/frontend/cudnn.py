@@ -65,7 +65,7 @@ def token_offsets(indptr: Tensor, seq_lens: Tensor | None, elements: int) -> Ten
     return indptr // elements if torch.equal(indptr.cpu().long(), packed) else indptr
 
 
-NAMES = TableNames("block_tables", "actual_seq_lens_kv")
+NAMES = TableNames("block_tables", "actual_seq_lens_kv", None)
 
 
 def check_repeated(where: str, name: str, tensor: Tensor | None, indptr_name: str, indptr: Tensor, step: int) -> None:

@@ -1,8 +1,8 @@
 """One-shot calls: attention without a prior plan(). The call plans and attends, and traces.
 
-Lengths on the host are checked against the table, and a table on the host against the cache. Elsewhere, where neither
-is read, a request that is longer than its row of the table has as many tokens as the row has places, and a page number
-beyond the cache is that of its last page.
+Lengths on the host are checked against the table, and a table on the host with them against the cache. Elsewhere, where
+neither is read, a request that is longer than its row of the table has as many tokens as the row has places, and for a
+page number beyond the cache a page of the cache is read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ QUERY_DIMS, RAGGED_DIMS = "[rows, num_qo_heads, head_dim]", "[rows, heads, head_
 
 
 class TableNames(NamedTuple):
-    """The arguments of a function that have the block tables and the lengths."""
+    """The arguments of a function that have the block tables, the lengths and, unless it is fixed, the layout."""
 
     table: str = "block_tables"
     lengths: str = "seq_lens"
+    layout: str | None = "kv_layout"
 
 
 USUAL_NAMES = TableNames()
@@ -84,18 +85,19 @@ def too_long(where: str, tokens: int, capacity: int, table: str | None, pages: s
 
 
 def check_pages(
-    where: str, name: str, table: Tensor, tokens: Tensor, page_size: int, pages: int, first: Tensor | int = 0
+    where: str, name: str, table: Tensor, tokens: Tensor, page_size: int, pages: int, first: Tensor
 ) -> None:
-    """A block table on the host names pages of the cache, as far as a request has ``tokens``; from page ``first`` on.
+    """A block table on the host names ``pages`` of the cache where tokens ``first`` to ``tokens`` of a request are.
 
-    ``tokens [batch]`` is on the host, and ``first`` ``[batch, 1]``.
+    Both are ``[batch, 1]`` or ``[1, 1]``, on the host.
     """
-    used, column = -(-tokens // max(1, page_size)), torch.arange(table.shape[1], device="cpu")
-    wrong = (column < used[:, None]) & (column >= first) & ((table < 0) | (table >= pages))
+    column, page_size = torch.arange(table.shape[1], device="cpu"), max(1, page_size)
+    used = (column < -(-tokens // page_size)) & (column >= first // page_size)
+    wrong = used & ((table < 0) | (table >= pages))
     if wrong.any():
         b, i = wrong.nonzero()[0].tolist()
-        shown, expected = f"{name}[{b}, {i}] is {int(table[b, i])}", f"a page of the cache, 0 to {pages - 1}"
-        fail(PageTableError, where, shown, expected, "pass numbers of this cache")
+        expected = f"a page of the cache, 0 to {pages - 1}" if pages else "a page of the cache, which has none"
+        fail(PageTableError, where, f"{name}[{b}, {i}] is {int(table[b, i])}", expected, "pass numbers of this cache")
 
 
 def rank_keys(
@@ -144,11 +146,23 @@ def _row_lengths(
 
 
 def _on_device(
-    where: str, names: TableNames, tables: Tensor, seq_lens: Tensor, cache: Tensor, page_size: int, device: torch.device
+    where: str,
+    names: TableNames,
+    tables: Tensor,
+    seq_lens: Tensor,
+    spec: PlanSpec,
+    cache: Tensor,
+    device: torch.device,
+    keys: RankKeys | None,
 ) -> tuple[Tensor, Tensor]:
-    """Block tables, which on the host are checked against ``cache``, and lengths."""
-    if seen(tables) and seen(seq_lens):
-        check_pages(where, names.table, tables, seq_lens, page_size, cache.shape[0])
+    """Block tables and lengths. Without ``keys``, tables on the host are checked against ``cache``.
+
+    As far as the last row of a request sees tokens: pages before its window may be free.
+    """
+    if keys is None and seen(tables) and seen(seq_lens):
+        tokens = seq_lens[:, None]
+        first = tokens - 1 - spec.window_left if spec.window_left >= 0 else torch.zeros_like(tokens)
+        check_pages(where, names.table, tables, tokens, spec.page_size, cache.shape[0], first)
     return tables.to(device), seq_lens.to(device)
 
 
@@ -214,10 +228,10 @@ def block_table_call(
         causal=options.causal and qo_indptr is not None,
         general_decode=general and qo_indptr is None,
     )
-    pages = f", in pages of {page_size} by kv_layout {kv_layout!r}"
+    pages = f", in pages of {page_size}" + (f" by {names.layout} {kv_layout!r}" if names.layout else "")
     seq_lens = _row_lengths(where, names, block_tables, seq_lens, page_size, q.device, pages)
     check_groups(where, q.shape[1], num_kv_heads, "repeat or regroup the heads, or name the other kv_layout")
-    on_device = _on_device(where, names, block_tables, seq_lens, k_cache, page_size, q.device)
+    on_device = _on_device(where, names, block_tables, seq_lens, spec, k_cache, q.device, keys)
     batch = BlockTables(spec, *on_device, qo_indptr, q.shape[0], tree_mask, keys)
     op = "batch_decode" if spec.decode else "batch_prefill"
     return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
@@ -234,8 +248,12 @@ def latent_call(
     scales: ScaleFactors,
     keys: RankKeys | None = None,
     names: TableNames = USUAL_NAMES,
+    chosen: bool = False,
 ) -> AttentionCall:
-    """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``."""
+    """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``.
+
+    ``chosen``: the tables are of chosen tokens, whose numbers are not checked.
+    """
     q_nope, q_pe, ckv, kpe = tensors
     for name, t in (("q_nope", q_nope), ("q_pe", q_pe)):
         ranked(where, name, t, "[rows, num_heads, head_dim]")
@@ -253,8 +271,9 @@ def latent_call(
         causal=options.causal,
     )
     seq_lens = _row_lengths(where, names, block_tables, seq_lens, spec.page_size, q_nope.device)
-    on_device = _on_device(where, names, block_tables, seq_lens, ckv, spec.page_size, q_nope.device)
-    batch = BlockTables(spec, *on_device, qo_indptr, q_nope.shape[0], keys=keys)
+    if not chosen:
+        block_tables, seq_lens = _on_device(where, names, block_tables, seq_lens, spec, ckv, q_nope.device, keys)
+    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0], keys=keys)
     return AttentionCall(where, "batch_mla", tensors, batch, options, output, scales)
 
 

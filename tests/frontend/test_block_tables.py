@@ -85,6 +85,18 @@ def test_tables_on_the_host_name_pages_of_the_cache(number: int) -> None:
         call(tables, lens, 128, 0.125)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pages_before_the_window_may_be_free(rows: int) -> None:
+    r = Requests(kv_lens=(200, 130), qo_lens=(rows,) * 2, kv_layout="HND")
+    tables, lens = r.block_tables(spare=0).cpu(), r.seq_lens.cpu()
+    decode = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, r.q, r.cache(), workspace())
+    call = functools.partial(decode, tables, lens, 200, 0.125, q_len_per_req=rows)
+    tables[:, : 100 // r.page_size] = -1
+    r.expected(sm_scale=0.125, causal=True, window_left=20).check(call(window_left=20))
+    with pytest.raises(errors.PageTableError, match=r"block_tables\[0, 0\] is -1"):
+        call()
+
+
 def test_tables_of_mla_name_pages_of_the_cache() -> None:
     cache, tables = torch.randn(4, 8, 576, device=DEVICE), torch.tensor([[1, 4]])
     with pytest.raises(errors.PageTableError, match=r"block_tables\[0, 1\] is 4; expected a page of the cache, 0 to 3"):

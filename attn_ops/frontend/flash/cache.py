@@ -227,9 +227,8 @@ class CacheBatch(NamedTuple):
         capacity = table.shape[1] * self.spec.page_size
         self._check_number(where, capacity)
         after = host.after(where, capacity)
-        page_size = self.spec.page_size
-        first = self._check_leftpad(where, host) // max(1, page_size)
-        check_pages(where, self.table_name or "block_table", table, after, page_size, self.places, first)
+        padding, name = self._check_leftpad(where, host), self.table_name or "block_table"
+        check_pages(where, name, table, after[:, None], self.spec.page_size, self.places, padding)
 
     def _check_leftpad(self, where: str, host: CacheBatch) -> Tensor:
         """int32 ``[batch, 1]`` on the host: padding, which ends where the cache does at the latest."""
