@@ -74,7 +74,7 @@ def _decode(
         OutputSpec(out, lse, return_lse, dtype_without_scale(query, out), lse_base, rows_shape=tuple(query.shape[:-2])),
         ScaleFactors({"bmm1_scale": scales[0]}, {"bmm2_scale": scales[1]}),
         keys,
-        chosen=sparse is not None,
+        sparse=sparse is not None,
     ).execute()
 
 

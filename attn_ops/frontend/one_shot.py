@@ -248,11 +248,11 @@ def latent_call(
     scales: ScaleFactors,
     keys: RankKeys | None = None,
     names: TableNames = USUAL_NAMES,
-    chosen: bool = False,
+    sparse: bool = False,
 ) -> AttentionCall:
     """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``.
 
-    ``chosen``: the tables are of chosen tokens, whose numbers are not checked.
+    ``sparse``: the tables are of the tokens of each row, whose numbers are not checked.
     """
     q_nope, q_pe, ckv, kpe = tensors
     for name, t in (("q_nope", q_nope), ("q_pe", q_pe)):
@@ -271,7 +271,7 @@ def latent_call(
         causal=options.causal,
     )
     seq_lens = _row_lengths(where, names, block_tables, seq_lens, spec.page_size, q_nope.device)
-    if not chosen:
+    if not sparse:
         block_tables, seq_lens = _on_device(where, names, block_tables, seq_lens, spec, ckv, q_nope.device, keys)
     batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q_nope.shape[0], keys=keys)
     return AttentionCall(where, "batch_mla", tensors, batch, options, output, scales)

@@ -61,7 +61,7 @@ struct TileTokens {
 
   // One warp: of all tokens BLOCKS * ROW_BYTES bytes, as rows of a swizzled tile, zeros from the end on. A group of 8
   // tokens is at `group(number)`, and its next block of columns BLOCK_BYTES further. As many lanes as a row has chunks
-  // of 16 bytes have as many tokens, one after the other. Lanes that had left a wait apart would execute this apart.
+  // of 16 bytes have as many consecutive tokens. The warp reconverges first: diverged, it would issue each copy twice.
   template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group>
   DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group) const {
     constexpr int kChunks = ROW_BYTES / 16, kAtOnce = ADDRESSES < kChunks ? ADDRESSES : kChunks;
