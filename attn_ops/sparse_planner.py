@@ -20,7 +20,7 @@ from attn_ops.plan.block_sparse import (
     query_offsets,
     uniform_rows,
 )
-from attn_ops.plan.page_table import INTEGERS
+from attn_ops.plan.page_table_checks import INTEGERS
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.planner_base import in_range, validates
 from attn_ops.plan.sizing import rows_per_tile, unsplit_packed_rows

@@ -17,7 +17,7 @@ from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.sparse_base import SparseWrapper, check_encoding, fitted_table
 from attn_ops.plan.block_sparse import check_sizes, divide_rows, offsets_of, query_offsets
-from attn_ops.plan.page_table import INTEGERS
+from attn_ops.plan.page_table_checks import INTEGERS
 from attn_ops.sparse_planner import fold_heads, unfold_heads
 from attn_ops.typed import typed
 

@@ -9,11 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
-from attn_ops.plan.page_table_checks import check_entries, check_indptr
-
-INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-"""dtypes of page tables and lengths."""
-
+from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
 
 INT32_MAX = torch.iinfo(torch.int32).max
 """The largest length, position or page number."""

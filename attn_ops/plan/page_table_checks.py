@@ -1,6 +1,6 @@
-"""Checks of a page table's contents, for plans made from host data or with ``validate=True``.
+"""Checks of a page table: dtypes and shapes, and of plans from host data or with ``validate=True`` also the contents.
 
-They copy the contents to the host. Each raises before anything is written.
+Those of contents copy them to the host. Each raises before anything is written.
 """
 
 from __future__ import annotations
@@ -10,14 +10,36 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attn_ops.errors import CapacityError, PageTableError, ShapeError, fail, shape_of
+from attn_ops.errors import CapacityError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.state import PlanProblem
+
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+"""dtypes of page tables and lengths."""
+
+
+def check_table(indptrs: dict[str, Tensor], kv_indices: Tensor, last: Tensor) -> None:
+    """Dtypes and shapes, in the same words for a traced call as for an eager one.
+
+    ``last [batch]`` is ``kv_last_page_len``. ``indptrs`` has ``kv_indptr``, and of prefill ``qo_indptr``.
+    """
+    for name, t in {**indptrs, "kv_indices": kv_indices, "kv_last_page_len": last}.items():
+        if t.dtype not in INTEGERS:
+            fail(DTypeError, "plan", f"{name} is {dtype_name(t.dtype)}", "an integer dtype", "convert it")
+    for name, indptr in indptrs.items():
+        _check_cumulative(name, indptr, "plan")
+    if kv_indices.dim() != 1:
+        fail(ShapeError, "plan", f"kv_indices is {shape_of(kv_indices)}", "[pages]", "pass a vector of page numbers")
+    batch = indptrs["kv_indptr"].shape[0] - 1
+    of_requests = {**{name: (t, batch + 1) for name, t in indptrs.items()}, "kv_last_page_len": (last, batch)}
+    for name, (t, length) in of_requests.items():
+        if t.dim() != 1 or t.shape[0] != length:
+            expected = f"[{length}] for the {batch} requests of kv_indptr"
+            fail(ShapeError, "plan", f"{name} is {shape_of(t)}", expected, "make the two agree")
 
 
 def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool = False) -> None:
     """``indptr [batch + 1]`` starts at 0 and never decreases. ``later`` requests of a batch may start above 0."""
-    if indptr.dim() != 1 or not indptr.numel():
-        fail(ShapeError, where, f"{name} is {shape_of(indptr)}", "[batch + 1]", "pass cumulative lengths")
+    _check_cumulative(name, indptr, where)
     values = indptr.tolist()
     if values[0] and not (later and values[0] > 0):
         fail(
@@ -38,10 +60,13 @@ def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool 
             )
 
 
+def _check_cumulative(name: str, indptr: Tensor, where: str) -> None:
+    if indptr.dim() != 1 or not indptr.shape[0]:
+        fail(ShapeError, where, f"{name} is {shape_of(indptr)}", "[batch + 1]", "pass cumulative lengths")
+
+
 def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") -> None:
-    """A valid ``kv_indptr`` ends within ``kv_indices``, a vector."""
-    if kv_indices.dim() != 1:
-        fail(ShapeError, where, f"kv_indices is {shape_of(kv_indices)}", "[pages]", "pass a vector of page numbers")
+    """A valid ``kv_indptr`` ends within ``kv_indices``."""
     used = int(kv_indptr[-1])
     if used > kv_indices.shape[0]:
         fail(
@@ -68,14 +93,6 @@ def check_pages(
     """
     indptr = kv_indptr.tolist()
     pages = [end - begin for begin, end in pairwise(indptr)]
-    if last.shape != (len(pages),):
-        fail(
-            ShapeError,
-            "plan",
-            f"kv_last_page_len is {shape_of(last)}",
-            f"[{len(pages)}], one per request as in kv_indptr",
-            "make the two agree",
-        )
     longest = 0
     for b, (count, tokens) in enumerate(zip(pages, last.tolist(), strict=True)):
         if count > 0 and not 1 <= tokens <= problem.page_size:

@@ -22,8 +22,8 @@ from attn_ops.errors import (
 from attn_ops.ops.inductor import mark_static, mark_static_size
 from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.page_table import INTEGERS, real, seen
-from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages
+from attn_ops.plan.page_table import real, seen
+from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages, check_table
 from attn_ops.plan.plan_checks import MAX_SIZE, check_groups, check_head_shards
 from attn_ops.plan.sizing import power_of_two_from
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
@@ -231,7 +231,7 @@ class PlannerBase:
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Check the dtypes of a page table, and its contents if ``validate``, or if it is None and all on the host.
+        """Check the dtypes and shapes of a page table, and its contents if ``validate`` or if None and all on the host.
 
         ``before`` and ``after`` check what else a planner does, before the contents and after them. With a group all of
         it runs before the ranks compare.
@@ -239,7 +239,7 @@ class PlannerBase:
         contents = validates(validate, *indptrs.values(), indices, last)
 
         def check() -> None:
-            check_integers({**indptrs, "kv_indices": indices, "kv_last_page_len": last})
+            check_table(indptrs, indices, last)
             if before is not None:
                 before()
             if contents:
@@ -267,10 +267,3 @@ class PlannerBase:
         table = [t.to("cpu", torch.int32) for t in (kv_indptr, indices, last)]
         own_indptr, own_indices, _ = self.context.page_table(self.problem.page_size, *table)
         check_indices(own_indices[: int(own_indptr[-1])], self.cache_pages)
-
-
-def check_integers(table: dict[str, Tensor]) -> None:
-    """Raise a DTypeError unless these tensors, by name, have integer dtypes."""
-    for name, t in table.items():
-        if t.dtype not in INTEGERS:
-            fail(DTypeError, "plan", f"{name} is {dtype_name(t.dtype)}", "an integer dtype", "convert it")

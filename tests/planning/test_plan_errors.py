@@ -50,7 +50,9 @@ BAD_PAGES: list[tuple[dict[str, Tensor], type[AttnOpsError], str, str]] = [
     ),
     ({"kv_last_page_len": int32([0, 0, 1])}, PageTableError, "kv_last_page_len[0] is 0", "1 to page_size 16"),
     ({"kv_last_page_len": int32([16, 0, 17])}, PageTableError, "kv_last_page_len[2] is 17", "1 to page_size 16"),
-    ({"kv_last_page_len": int32([16, 1])}, ShapeError, "kv_last_page_len is [2]", "[3], one per request"),
+    ({"kv_last_page_len": int32([16, 1])}, ShapeError, "kv_last_page_len is [2]", "[3] for the 3 requests"),
+    ({"kv_last_page_len": int32(3)}, ShapeError, "kv_last_page_len is []", "[3] for the 3 requests"),
+    ({"kv_indices": int32([[8, 0, 5]])}, ShapeError, "kv_indices is [1, 3]", "[pages]"),
     ({"kv_indices": int32([8, 9, 5])}, PageTableError, "kv_indices[1] is 9", "a page of the cache, 0 to 8"),
     ({"kv_indices": int32([8, 0, -1])}, PageTableError, "kv_indices[2] is -1", "a page of the cache, 0 to 8"),
     (
@@ -88,7 +90,7 @@ BAD_ROWS: list[tuple[dict[str, Tensor], type[AttnOpsError], str, str]] = [
         "values that never",
     ),
     ({"qo_indptr": int32([0, 3, 3, 9])}, CapacityError, "the batch has 9 query rows", "max_tokens of at least 9"),
-    ({"qo_indptr": int32([0, 3])}, ShapeError, "qo_indptr has length 2", "4 as in kv_indptr"),
+    ({"qo_indptr": int32([0, 3])}, ShapeError, "qo_indptr is [2]", "[4] for the 3 requests"),
 ]
 
 
@@ -136,6 +138,27 @@ def test_ragged(kv_indptr: list[int], error: type[AttnOpsError], what: str, expe
     planner = PrefillPlanner(3, 8, 0, max_kv_len=64, **SIZES)
     qo_indptr = GOOD["qo_indptr"] if len(kv_indptr) == 4 else int32([0] * 5)
     _refused(planner, [qo_indptr, int32(kv_indptr)], error, what, expected)
+
+
+def _is_of_sizes(error: type[AttnOpsError], what: str) -> bool:
+    """Whether a traced call can find it: the contents of a page table are not there yet."""
+    return error is ShapeError or "requests" in what
+
+
+TRACED = [bad for bad in (*BAD_PAGES, *BAD_ROWS) if _is_of_sizes(bad[1], bad[2])]
+
+
+@pytest.mark.parametrize(("changes", "error", "what", "expected"), TRACED, ids=[bad[2] for bad in TRACED])
+def test_a_traced_call_has_the_same_words(
+    changes: dict[str, Tensor], error: type[AttnOpsError], what: str, expected: str
+) -> None:
+    planner = PrefillPlanner(3, 8, 7, **PAGED)
+    inputs = {**GOOD, **changes}.values()
+    with pytest.raises(error) as eager:
+        planner.plan(*inputs)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(str(eager.value))):
+        torch.compile(planner.plan, backend="aot_eager", fullgraph=True)(*inputs)
 
 
 def test_the_batch_that_is_broken_here_is_valid() -> None:
