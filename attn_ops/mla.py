@@ -28,7 +28,7 @@ from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
 from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_by_ratio
-from attn_ops.frontend.one_shot import TableNames, block_table, latent_call, lengths
+from attn_ops.frontend.one_shot import TableNames, block_table, check_host_pages, latent_call, lengths
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
@@ -179,8 +179,6 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         dtypes = None
         if q_data_type is not None:
             dtypes = DTypes(where, q_data_type, kv_data_type, out)
-            if dtypes.o in FP8 and out is None:
-                dtypes.o = torch.bfloat16
         elif kv_data_type is not None:
             as_dtype(where, "kv_data_type", kv_data_type)  # refuses what is no dtype
         options = bounded(where, AttentionOptions(sm_scale=scale, causal=spec.causal))
@@ -318,8 +316,9 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         )
         tables, lens, rows = self._block_tables(where, q_nope, page_table, kv_len)
         if groups is not None:
-            tensors = groups.dequantize(tensors, tables.flatten())
-            tables = torch.arange(tables.numel(), dtype=torch.int32, device=tables.device).view(tables.shape)
+            check_host_pages(where, "page_table", tables, lens, tensors[2].shape[1], tensors[2].shape[0])
+            tensors = groups.dequantize(tensors, tables.flatten().to(q_nope.device))
+            tables = torch.arange(tables.numel(), dtype=torch.int32, device=q_nope.device).view(tables.shape)
         names = TableNames("page_table", "kv_len")
         return latent_call(where, tensors, tables, lens, rows, options, output, scales, names=names)
 
@@ -420,7 +419,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         """Block tables, lengths and ``qo_indptr`` of a query with the same number of rows for every request."""
         required(where, kv_len=kv_len)
         assert kv_len is not None
-        table = block_table(where, "page_table", page_table, q.device).to(q.device)
+        table = block_table(where, "page_table", page_table, q.device)
         batch = table.shape[0]
         q_len = q.shape[0] // max(1, batch)
         if q.shape[0] != batch * q_len:

@@ -84,6 +84,8 @@ def _check(name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dty
     if t.dtype not in dtypes:
         expected = "bool" if torch.bool in dtypes else "an integer dtype"
         fail(DTypeError, "plan", f"{name} is {dtype_name(t.dtype)}", expected, "convert it")
+    if t.dim() != len(shape):
+        fail(ShapeError, "plan", f"{name} is {shape_of(t)}", f"{shape_of(shape)}", f"reshape {name}")
     if tuple(t.shape) != shape:
         fail(ShapeError, "plan", f"{name} is {shape_of(t)}", f"{shape_of(shape)}", "make the planner for these blocks")
 

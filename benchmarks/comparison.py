@@ -178,7 +178,7 @@ class Comparison:
         rounds = ROUNDS_OF_LONG_CALLS if expected > LONG_CALL_MICROSECONDS else ROUNDS
         found = device_rounds(calls, problem.copies, expected, rounds)
         medians = {name: statistics.median(times) for name, times in found.items()}
-        self._spread = max(map(spread, found.values()))
+        self._spread = max(map(spread, found.values()), default=0.0)
         print(f"{row}: {', '.join(f'{name} {time:.1f} us' for name, time in medians.items())}", flush=True)
         return medians
 

@@ -51,6 +51,8 @@ def speedups(row: Row, columns: Columns) -> dict[str, float]:
     """Of each peer that was measured: its time divided by ours. Above 1, this library is faster."""
     ours = [row[name] for name in columns.ours if row.get(name)]
     peers = {name: row[name] for name in columns.peers if row.get(name)}
+    if not ours:
+        return {}
     if columns.higher_is_better:
         return {name: max(ours) / value for name, value in peers.items()}
     return {name: value / min(ours) for name, value in peers.items()}

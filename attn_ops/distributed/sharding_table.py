@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS
 from attn_ops.ops.schemas import SCHEMAS
 
-_PAGED = {"NHD": 2, "HND": 1}
-_RAGGED = {"NHD": 1, "HND": 0}
+_PAGED = {layout: dims.head for layout, dims in PAGED_DIMS.items()}
+_RAGGED = {layout: dims.head for layout, dims in DENSE_DIMS.items()}
 
 Dims = Mapping[str, "int | dict[str, int]"]
 """The sharded dimension of each argument, by ``kv_layout`` if it depends on that."""

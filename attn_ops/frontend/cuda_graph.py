@@ -21,6 +21,7 @@ from attn_ops.errors import (
     ShapeError,
     dtype_name,
     fail,
+    shape_of,
 )
 from attn_ops.plan.page_table import BatchSize, PageTable
 
@@ -43,6 +44,8 @@ class GraphBuffers:
         for key, (name, buffer) in self.buffers.items():
             self._check(name, buffer, torch.uint8 if key == "mask" else torch.int32)
         name, indptr = self.buffers["kv_indptr"]
+        if not indptr.shape[0]:
+            fail(ShapeError, self.where, f"{name} is [0]", "[batch + 1]", "allocate an element more than requests")
         self.batch = indptr.shape[0] - 1
         for key, extra in (("qo_indptr", 1), ("kv_last_page_len", 0), ("kv_len", 0)):
             if key in self.buffers and self.buffers[key][1].shape[0] != self.batch + extra:
@@ -71,7 +74,8 @@ class GraphBuffers:
         if buffer.device != self.device:
             fail(DeviceError, self.where, f"{name} is on {buffer.device}", f"{self.device}", "allocate it there")
         if buffer.dim() != 1 or not buffer.is_contiguous():
-            fail(ShapeError, self.where, f"{name} has {buffer.dim()} dimensions", "a contiguous vector", "reshape it")
+            shown = f"{name} is {shape_of(buffer)} with strides {list(buffer.stride())}"
+            fail(ShapeError, self.where, shown, "a contiguous vector", "allocate it as one")
 
     def capacity(self, page_size: int, first: BatchSize) -> BatchSize:
         """The largest batch that the buffers hold; sizes that they do not bound are those of the first plan."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.one_shot import (
@@ -22,7 +23,7 @@ from attn_ops.frontend.one_shot import (
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
-from attn_ops.plan.page_table import cumulative, seen
+from attn_ops.plan.page_table import cumulative, real, seen
 from attn_ops.typed import typed
 
 OFFSET_UNITS = ("elements", "tokens")
@@ -31,12 +32,14 @@ OFFSET_UNITS = ("elements", "tokens")
 def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, set[int]]]) -> None:
     """Each given tensor is ``indptr`` times its elements per token (or 1): those of a token, or from one to the next.
 
-    Not seen while tracing or capturing.
+    Contents are not compared while tracing or capturing, nor those of fake tensors.
     """
     if units not in OFFSET_UNITS:
         fail(OptionError, where, f"batch_offsets_units is {units!r}", " or ".join(OFFSET_UNITS), "pass one of the two")
     given = {name: pair for name, pair in offsets.items() if pair[0] is not None}
-    if not given or torch.compiler.is_compiling() or (indptr.is_cuda and torch.cuda.is_current_stream_capturing()):
+    tensors = [indptr, *(tensor for tensor, _ in given.values() if tensor is not None)]
+    capturing = indptr.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_traced() or capturing or not all(map(real, tensors)):
         return
     for name, (tensor, elements) in given.items():
         assert tensor is not None

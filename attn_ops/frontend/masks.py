@@ -22,7 +22,7 @@ from attn_ops.errors import (
     shape_of,
 )
 from attn_ops.frontend.arguments import required
-from attn_ops.plan.page_table import PageTable, real
+from attn_ops.plan.page_table import PageTable, real, seen
 from attn_ops.plan.state import PrefillPlan
 
 PACKED = (torch.uint8,), "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
@@ -124,6 +124,11 @@ def _check(
     if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
         expected = f"{'one dimension' if length is None else shape_of([length])}, {meaning}"
         fail(ShapeError, where, f"{name} is {shape_of(mask)}", expected, "make it of that length")
+
+
+def most_rows(qo_indptr: Tensor) -> int:
+    """Query rows of the longest request; 1 if they are not on the host, where they are not checked."""
+    return int(qo_indptr.diff().max()) if seen(qo_indptr) and qo_indptr.numel() > 1 else 1
 
 
 TREE_MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)

@@ -66,9 +66,9 @@ def lengths(
         fail(ShapeError, where, f"{name} is {shape_of(t)}", f"[{batch}], one per {each}", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")
-    if t.dtype == torch.uint32:
+    if t.dtype == torch.uint32 and not seen(t):
         t = t.view(torch.int32)
-    if t.dtype in (torch.uint16, torch.uint64):
+    if t.dtype in (torch.uint16, torch.uint32, torch.uint64):
         t = t.long()
     if seen(t) and batch and int(t.min()) < 0:
         fail(PageTableError, where, f"{name} has a length of {int(t.min())}", "0 or more", "correct it")
@@ -98,6 +98,19 @@ def check_pages(
         b, i = wrong.nonzero()[0].tolist()
         expected = f"a page of the cache, 0 to {pages - 1}" if pages else "a page of the cache, which has none"
         fail(PageTableError, where, f"{name}[{b}, {i}] is {int(table[b, i])}", expected, "pass numbers of this cache")
+
+
+def check_host_pages(
+    where: str, name: str, table: Tensor, seq_lens: Any, page_size: int, pages: int, window_left: int = -1
+) -> None:
+    """:func:`check_pages` of a table and lengths that are both on the host, as far as the last row of a request sees.
+
+    Pages before its window may be free. Lengths that the call refuses are left to it.
+    """
+    if isinstance(seq_lens, Tensor) and seen(table) and seen(seq_lens) and seq_lens.numel() == table.shape[0]:
+        tokens = seq_lens.reshape(-1, 1).long()
+        first = tokens - 1 - window_left if window_left >= 0 else torch.zeros_like(tokens)
+        check_pages(where, name, table, tokens, page_size, pages, first)
 
 
 def rank_keys(
@@ -155,14 +168,9 @@ def _on_device(
     device: torch.device,
     keys: RankKeys | None,
 ) -> tuple[Tensor, Tensor]:
-    """Block tables and lengths. Without ``keys``, tables on the host are checked against ``cache``.
-
-    As far as the last row of a request sees tokens: pages before its window may be free.
-    """
-    if keys is None and seen(tables) and seen(seq_lens):
-        tokens = seq_lens[:, None]
-        first = tokens - 1 - spec.window_left if spec.window_left >= 0 else torch.zeros_like(tokens)
-        check_pages(where, names.table, tables, tokens, spec.page_size, cache.shape[0], first)
+    """Block tables and lengths. Without ``keys``, tables on the host are checked against ``cache``."""
+    if keys is None:
+        check_host_pages(where, names.table, tables, seq_lens, spec.page_size, cache.shape[0], spec.window_left)
     return tables.to(device), seq_lens.to(device)
 
 

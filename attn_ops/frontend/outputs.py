@@ -101,9 +101,9 @@ class OutputSpec(NamedTuple):
         return self.out, self.lse
 
     def finalize(
-        self, out: Tensor, lse: Tensor, dtype: torch.dtype, scale: float | Tensor = 1.0
+        self, out: Tensor, lse: Tensor | None, dtype: torch.dtype, scale: float | Tensor = 1.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The result from the op's ``out [rows, heads, head_dim]`` and ``lse``.
+        """The result from the op's ``out [rows, heads, head_dim]`` and ``lse``, which may be None if it is not needed.
 
         The output is multiplied by ``scale``, a number or a float32 tensor of no dimensions, ``[heads, 1]`` or
         ``[rows, heads, 1]``, and converted to ``dtype``.
@@ -122,6 +122,7 @@ class OutputSpec(NamedTuple):
             out = out.to(dtype)
         if not self.needs_lse:
             return out
+        assert lse is not None
         if self.lse_base != "log2":
             lse = lse * LSE_BASES[self.lse_base]
         if self.lse_layout == "HN":

@@ -63,6 +63,8 @@ def reciprocal(where: str, name: str, scale: Scale) -> Scale:
     if isinstance(scale, Tensor):
         check_real(where, name, scale)
         refuse_grad(where, name, scale)
+        for number in scale.flatten().tolist() if seen(scale) else ():
+            positive_number(where, name, number)
         return scale.float().reciprocal()
     return 1 / positive_number(where, name, scale)
 
@@ -151,7 +153,7 @@ def fold(
     if key is not None and key.numel() == 0:
         key = None
     if key is not None and key.dim():  # the largest is one for the whole tensor, and the query has what is left
-        largest = key.amax().clamp(min=MIN_SCALAR)
+        largest = key.abs().amax().clamp(min=MIN_SCALAR)
         key, query = largest, (key / largest)[..., None]
     if value is not None and (value.dim() or scale_in_float32):
         result, value = (value[..., None] if value.dim() else value) * output, None

@@ -30,14 +30,21 @@ from attn_ops.frontend.arguments import (
 )
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import HeadTables, with_one_table
-from attn_ops.frontend.kv_cache import PagedCache, paged
-from attn_ops.frontend.masks import check_tree_mask
-from attn_ops.frontend.one_shot import QUERY_DIMS, block_table, block_table_call, rank_keys, uniform_rows
+from attn_ops.frontend.kv_cache import PagedCache, paged, paged_sizes
+from attn_ops.frontend.masks import check_tree_mask, most_rows
+from attn_ops.frontend.one_shot import (
+    QUERY_DIMS,
+    block_table,
+    block_table_call,
+    check_host_pages,
+    rank_keys,
+    uniform_rows,
+)
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.page_table import cumulative
+from attn_ops.plan.page_table import cumulative, seen
 from attn_ops.typed import check_real, integers, typed
 
 
@@ -54,13 +61,28 @@ def _options(where: str, query: Tensor, window_left: int, sinks: Any, causal: bo
 
 
 def _pages(
-    where: str, kv_cache: PagedCache, block_tables: Tensor, device: torch.device, kv_layout: str, shared_pages: bool
+    where: str,
+    kv_cache: PagedCache,
+    block_tables: Tensor,
+    device: torch.device,
+    kv_layout: str,
+    shared_pages: bool,
+    seq_lens: Tensor | None,
+    window_left: int,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Keys, values, and their table; unless they share pages, of copies of those that ``block_tables`` names."""
+    """Keys, values, and their table; unless they share pages, of copies of those that ``block_tables`` names.
+
+    ``seq_lens`` None: which tokens are in the pages is not known.
+    """
     caches = paged(where, kv_cache, layout(where, kv_layout))
     if shared_pages:
         return caches, block_table(where, "block_tables", block_tables, device)
-    return with_one_table(where, caches, block_tables, device)
+    copies, table = with_one_table(where, caches, block_tables, device)
+    page_size, _ = paged_sizes(where, caches[0], kv_layout)
+    for i, cache in enumerate(caches):
+        tables = f"block_tables[:, {i}]", block_tables[:, i]
+        check_host_pages(where, *tables, seq_lens, page_size, cache.shape[0], window_left)
+    return copies, table
 
 
 class _Decode(NamedTuple):
@@ -90,7 +112,10 @@ class _Decode(NamedTuple):
 
     def execute(self) -> Any:
         where, query, device = self.where, self.query, self.query.device
-        caches, table = _pages(where, self.kv_cache, self.block_tables, device, self.kv_layout, self.shared_pages)
+        shard, _ = self.context
+        given = self.kv_cache, self.block_tables, device, self.kv_layout, self.shared_pages
+        lens = self.seq_lens if shard is None else None
+        caches, table = _pages(where, *given, lens, self.options.window_left)
         check_dtypes(where, query, *caches)
         name, indptr = self.cu_rows
         if indptr is None:
@@ -100,8 +125,8 @@ class _Decode(NamedTuple):
             added: int | Tensor = q_len
         else:
             ranked(where, "query", query, QUERY_DIMS)
-            q_len, rows = 1, cumulative(where, name, indptr, table.shape[0], "the query", query)
-            added = rows
+            rows = cumulative(where, name, indptr, table.shape[0], "the query", query)
+            q_len, added = most_rows(indptr), rows
         if self.mask is not None:
             check_tree_mask(where, self.mask, query.shape[0], q_len)
         positioned = rows is not None or self.options.window_left >= 0
@@ -133,6 +158,11 @@ class _Decode(NamedTuple):
         if given_tensor(where, "seq_lens", self.seq_lens, query.device).shape != by_head:
             shown, expected = f"seq_lens is {shape_of(self.seq_lens)}", f"{shape_of(by_head)}, as block_tables"
             fail(ShapeError, where, shown, expected, "pass lengths of each KV head")
+        if seen(self.block_tables):
+            page_size, _ = paged_sizes(where, caches[0], self.kv_layout)
+            for h, table in enumerate(self.block_tables):
+                name = f"block_tables[{h}]"
+                check_host_pages(where, name, table, self.seq_lens[h], page_size, caches[0].shape[0])
         output.check(where, query, tables.caches[1].shape[-1])
         needs_lse = output.needs_lse
         result = self._replace(
@@ -142,7 +172,7 @@ class _Decode(NamedTuple):
             seq_lens=self.seq_lens.reshape(-1),
             output=OutputSpec(return_lse=needs_lse, dtype=output.dtype),
         ).execute()
-        out, lse = map(tables.join, result) if needs_lse else (tables.join(result), query)
+        out, lse = map(tables.join, result) if needs_lse else (tables.join(result), None)
         return output.finalize(out, lse, out.dtype)
 
 
@@ -359,7 +389,8 @@ def trtllm_batch_context_with_kv_cache(
     )
     required(where, cum_seq_lens_q=cum_seq_lens_q)
     ranked(where, "query", query, QUERY_DIMS)
-    caches, tables = _pages(where, kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx)
+    given = kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx
+    caches, tables = _pages(where, *given, seq_lens, window_left)
     check_dtypes(where, query, *caches)
     integers(where, batch_size=batch_size)
     if tables.shape[0] != batch_size:

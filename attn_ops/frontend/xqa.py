@@ -6,8 +6,8 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
-from attn_ops.frontend.kv_cache import paged_sizes
-from attn_ops.frontend.masks import check_tree_mask
+from attn_ops.frontend.kv_cache import paged, paged_sizes
+from attn_ops.frontend.masks import check_tree_mask, most_rows
 from attn_ops.frontend.one_shot import QUERY_DIMS, TableNames, block_table, block_table_call, latent_call, uniform_rows
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
@@ -96,18 +96,19 @@ def xqa(
     where = "xqa"
     refuse(where, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     required(where, k_cache=k_cache, v_cache=v_cache)
-    k = k_cache[:, 0] if k_cache.dim() == 5 else k_cache
-    v = v_cache[:, 1] if v_cache.dim() == 5 else v_cache
-    places, heads = paged_sizes(where, k, layout(where, kv_layout))
+    kv_layout = layout(where, kv_layout)
+    k = paged(where, k_cache, kv_layout)[0] if k_cache.dim() == 5 else k_cache
+    v = paged(where, v_cache, kv_layout)[1] if v_cache.dim() == 5 else v_cache
+    places, heads = paged_sizes(where, k, kv_layout)
     _agree(where, num_kv_heads=(num_kv_heads, heads), page_size=(page_size, places), head_dim=(head_dim, q.shape[-1]))
     tables = block_table(where, "page_table", page_table, q.device)
     if q_cu_seq_lens is None:
         flat, q_len = _rows(where, q, q_seq_len)
         qo_indptr = uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
     else:
-        flat, q_len = q, 1
         ranked(where, "q", q, QUERY_DIMS)
-        qo_indptr = cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
+        flat, qo_indptr = q, cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
+        q_len = most_rows(q_cu_seq_lens)
     if mask is not None:
         check_tree_mask(where, mask, flat.shape[0], q_len)
     integers(where, sliding_win_size=sliding_win_size)

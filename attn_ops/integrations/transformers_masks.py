@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -224,7 +225,10 @@ def _refuse_readers(config: Any) -> None:
 
 
 def _names(function: Callable[..., Any]) -> Iterator[str]:
-    """Of the functions that ``function`` combines."""
+    """Of the functions that ``function`` combines. A callable that is no function is known to no one."""
+    if not isinstance(function, FunctionType):
+        yield repr(function)
+        return
     cells = function.__closure__ or ()
     held = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in cells), strict=True))
     yield function.__qualname__.split(".")[0]

@@ -125,10 +125,16 @@ class Bound(NamedTuple):
         elif self.integer:
             (value,) = integers(where, **{name: value})
         if not self.holds(value):
-            if not isinstance(value, str):  # a graph's symbol is shown as its number
-                value = int(value) if self.integer else float(value)
-            fail(OptionError, where, f"{name} is {value!r}", self.expected, "change it")
+            fail(OptionError, where, f"{name} is {self._shown(value)}", self.expected, "change it")
         return value
+
+    def _shown(self, value: Any) -> str:
+        """``value`` in a message: a graph's symbol as its number."""
+        if isinstance(value, torch.dtype):
+            return dtype_name(value)
+        if not isinstance(value, str):
+            value = int(value) if self.integer else float(value)
+        return f"{value!r}"
 
 
 def _positive(value: float) -> bool:

@@ -182,7 +182,7 @@ def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: 
     Contents on the host are checked: no length is negative, and the last offset is at most ``rows``.
     """
     if t.dtype == torch.uint32:
-        t = t.view(torch.int32)
+        t = t.long() if seen(t) else t.view(torch.int32)
     indptr = index(where, name, t)
     if indptr.shape[0] != batch + 1:
         fail(
@@ -241,8 +241,8 @@ def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor,
         fail(PageTableError, where, f"kv_len_arr[{b}] is {int(lengths[b])}", "0 or more tokens", "correct it")
     lengths, indices = lengths.to(indptr.device).long(), indices.to(indptr.device)
     held = indptr.diff()
-    pages = torch.where(held > 0, (lengths + page_size - 1) // page_size, 0)
-    if not indptr.is_cuda and bool((pages > held).any()):
+    pages = (lengths + page_size - 1) // page_size
+    if seen(indptr) and bool((pages > held).any()):
         b = int((pages > held).int().argmax())
         fail(
             PageTableError,

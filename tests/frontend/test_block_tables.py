@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.wrapper_requests import DEVICE, Requests, ln, workspace
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_ops as flashinfer
 from attn_ops import errors
@@ -71,6 +72,13 @@ def test_lengths_fill_their_rows_of_the_table_at_most() -> None:
         call(more, 129, 0.125)
 
 
+def test_unsigned_lengths_on_the_host_are_shown_as_they_are() -> None:
+    r = Requests(kv_lens=(128, 3), kv_layout="HND")
+    lens = torch.tensor([3_000_000_000, 3], dtype=torch.uint32)
+    with pytest.raises(errors.PageTableError, match="a request has 3000000000 tokens and block_tables capacity for"):
+        flashinfer.trtllm_batch_decode_with_kv_cache(r.q, r.cache(), workspace(), r.block_tables(), lens, 130, 0.125)
+
+
 @pytest.mark.parametrize("number", [-1, 1 << 20])
 def test_tables_on_the_host_name_pages_of_the_cache(number: int) -> None:
     """As far as a request has tokens, also where the cache is on a GPU."""
@@ -103,6 +111,20 @@ def test_tables_of_mla_name_pages_of_the_cache() -> None:
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(
             torch.randn(1, 1, 16, 576, device=DEVICE), cache, workspace(), 128, 512, 64, tables, torch.tensor([9]), 9
         )
+
+
+def test_tables_of_the_mla_wrapper_without_a_plan_name_pages_of_the_cache() -> None:
+    cache, tables = torch.randn(4, 8, 576, device=DEVICE), torch.tensor([[1, 4]])
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
+    with pytest.raises(errors.PageTableError, match=r"page_table\[0, 1\] is 4; expected a page of the cache, 0 to 3"):
+        wrapper.forward(torch.randn(1, 16, 576, device=DEVICE), cache, tables, torch.tensor([9]))
+
+
+def test_a_cache_of_another_second_size_is_no_pair_of_keys_and_values() -> None:
+    r = Requests(kv_layout="HND")
+    cache = torch.randn(4, 3, r.heads[1], r.page_size, 64, device=DEVICE, dtype=r.dtype)
+    with pytest.raises(errors.ShapeError, match=r"xqa: the KV cache is one tensor \[4, 3, .*; expected \[pages, 2"):
+        flashinfer.xqa(r.q, cache, cache, r.block_tables(), r.seq_lens, kv_layout="HND")
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
@@ -226,6 +248,18 @@ def test_tree_masks_of_ragged_rows() -> None:
     )
     assert out is not None
     r.expected(masked=True).check(out)
+
+
+def test_a_tree_mask_has_a_bit_for_each_row_of_the_longest_request() -> None:
+    r = Requests(kv_lens=(70, 30), qo_lens=(3, 20), kv_layout="HND")
+    mask = torch.zeros(23, 1, dtype=torch.uint16, device=DEVICE)
+    arguments = r.q, *r.cache(), r.block_tables(), r.seq_lens
+    with pytest.raises(errors.ShapeError, match=r"mask is \[23, 1\], of 16 bits per row; expected"):
+        flashinfer.xqa(*arguments, kv_layout="HND", q_cu_seq_lens=r.qo_indptr.cpu(), mask=mask)
+    with pytest.raises(errors.ShapeError, match=r"mask is \[23, 1\], of 16 bits per row; expected"):
+        flashinfer.trtllm_batch_decode_with_kv_cache(
+            r.q, r.cache(), None, *arguments[3:], 70, max_q_len=20, cum_seq_lens_q=r.qo_indptr.cpu(), mask=mask
+        )
 
 
 def test_falling_row_offsets_stay_inside_of_a_tree_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +392,24 @@ def test_cudnn_lengths_by_offsets_in_tokens(paged: bool) -> None:
     if not paged:
         options |= {"batch_offsets_k": r.kv_indptr[:, None], "actual_seq_lens_kv": None}
     r.expected(causal=True).check(*_cudnn_prefill(r, paged, None, **options))
+
+
+def test_cudnn_offsets_of_a_captured_call() -> None:
+    """Fake tensors have no contents to compare."""
+    r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
+    names = ("q", "k", "v", "qo_indptr", "kv_indptr", "seq_lens")
+    tensors = dict(zip(names, (r.q, *r.ragged(), r.qo_indptr, r.kv_indptr, r.seq_lens), strict=True))
+
+    def call(*given: torch.Tensor) -> Any:
+        q, k, v, qo_indptr, kv_indptr, seq_lens = given
+        return flashinfer.cudnn_batch_prefill_with_kv_cache(
+            q, k, v, SCALE, workspace(), max_token_per_sequence=40, max_sequence_kv=130, causal=True,
+            actual_seq_lens_q=qo_indptr.diff(), actual_seq_lens_kv=seq_lens, return_lse=True,
+            batch_offsets_q=qo_indptr, batch_offsets_k=kv_indptr, batch_offsets_units="tokens",
+        )  # fmt: skip
+
+    graph = make_fx(call, tracing_mode="fake")(*tensors.values())
+    r.expected(causal=True).check(*graph(*tensors.values()))
 
 
 NONE = torch.zeros(0, dtype=torch.int32, device=DEVICE)

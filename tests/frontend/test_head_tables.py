@@ -117,6 +117,14 @@ def test_what_tables_of_kv_heads_do_not_take() -> None:
         s.call(out=s.r.q[:1])
 
 
+def test_tables_of_heads_on_the_host_name_pages_of_the_cache() -> None:
+    s = Sparse(1)
+    tables, lens = s.tables.cpu(), s.lens.cpu()
+    tables[1, 2, 0] = 1 << 20
+    with pytest.raises(errors.PageTableError, match=r"block_tables\[1\]\[2, 0\] is 1048576; expected a page"):
+        s.call(block_tables=tables, seq_lens=lens)
+
+
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 def test_tables_of_keys_and_values(kv_layout: str, kv_dtype: torch.dtype | None) -> None:
@@ -139,3 +147,7 @@ def test_tables_of_keys_and_values(kv_layout: str, kv_dtype: torch.dtype | None)
     r.expected(sm_scale=SCALE, causal=True).check(out)
     with pytest.raises(errors.ShapeError, match=r"block_tables is .*; expected \[batch, 2, max_pages_per_request\]"):
         trtllm_batch_decode_with_kv_cache(*arguments[:3], tables[:, 0], r.seq_lens, 130, q_len_per_req=3, **options)
+    tables, lens = tables.cpu(), r.seq_lens.cpu()
+    tables[2, 1, 0] = -3
+    with pytest.raises(errors.PageTableError, match=r"block_tables\[:, 1\]\[2, 0\] is -3; expected a page"):
+        trtllm_batch_decode_with_kv_cache(*arguments[:3], tables, lens, 130, q_len_per_req=3, **options)

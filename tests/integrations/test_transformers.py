@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import subprocess
@@ -462,6 +463,8 @@ def test_masks_of_other_forms(transformers: Any, model: Model) -> None:
     inputs = {"inputs_embeds": torch.zeros(2, 9, 64), "attention_mask": None, "past_key_values": None}
     with pytest.raises(UnsupportedError, match=r"the mask is made by .*'sdpa'"):
         create_causal_mask(config, **inputs, or_mask_function=lambda b, h, q, k: k >= 0)
+    with pytest.raises(UnsupportedError, match=r"the mask is made by .*'sdpa'"):
+        create_causal_mask(config, **inputs, or_mask_function=functools.partial(lambda a, b, h, q, k: k >= a, 0))
     config.attention_chunk_size = 4
     try:
         with pytest.raises(UnsupportedError, match=r"the mask is made by .*chunked_overlay.*'sdpa'"):

@@ -45,6 +45,7 @@ def _options() -> list[Bad]:
             Bad(op, {"logits_soft_cap": -2.0}, OptionError, "logits_soft_cap is -2.0", "a positive number, or 0"),
             Bad(op, {"sm_scale": math.inf}, OptionError, "sm_scale is inf", "a positive number"),
             Bad(op, {"logits_soft_cap": math.inf}, OptionError, "logits_soft_cap is inf", "a positive number, or 0"),
+            Bad(op, {"out_dtype": torch.int32}, OptionError, "out_dtype is int32", "float16, bfloat16, float32"),
             Bad(op, {"window_left": -2}, OptionError, "window_left is -2", "0 or more tokens"),
             Bad(
                 op,
