@@ -1,7 +1,7 @@
 // Merge attention states (v, s): v is the output over a set of keys, s its base-2 LSE.
 //
 // The output over the union of disjoint key sets is sum(2^s_i * v_i) / sum(2^s_i), computed as an online softmax over
-// the states. A state of no keys has s = -inf and adds nothing, whatever its v.
+// the states. A state of no keys has s = -inf and adds nothing, whatever its v. An s of NaN or infinity gives NaN.
 //
 // Compiled for DTYPE (basics.cuh). Head counts, head dimension and strides are parameters. A thread owns one Vector, 16
 // bytes, of a packed row (a row and a head), and reads the row's s itself. If there are few rows, it has a part of the
@@ -56,9 +56,9 @@ struct Softmax {
       row_sum += p;
       float value[kElements];
       Type::unpack(v[i], value);
-      const bool has_keys = s[i] > -kInfinity;  // the v of a state without keys may be NaN
+      const bool empty = s[i] == -kInfinity;  // the v of a state without keys may be NaN
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) acc[e] += has_keys ? p * value[e] : 0.0f;
+      for (int e = 0; e < kElements; ++e) acc[e] += empty ? 0.0f : p * value[e];
     }
   }
 

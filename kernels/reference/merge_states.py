@@ -10,15 +10,16 @@ from torch import Tensor
 
 
 def merge(v: Tensor, s: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Merge float32 states along ``dim`` of ``s [...]`` and ``v [..., head_dim]``; a state of no keys adds nothing."""
+    """Merge float32 states along ``dim`` of ``s [...]`` and ``v [..., head_dim]``; a state of no keys adds nothing.
+
+    An LSE of NaN or infinity makes the result NaN.
+    """
     row_max = s.amax(dim, keepdim=True)
-    p = torch.where(s > -torch.inf, torch.exp2(s - row_max), 0.0)
+    p = torch.where(s == -torch.inf, 0.0, torch.exp2(s - row_max))
     row_sum = p.sum(dim, keepdim=True)
     lse = (row_max + torch.log2(row_sum)).squeeze(dim)
-    nonempty = (row_sum > 0).unsqueeze(-1)
-    weight = (p / torch.where(row_sum > 0, row_sum, 1.0)).unsqueeze(-1)
-    merged = torch.where(weight > 0, v * weight, 0.0).sum(dim)
-    return torch.where(nonempty.squeeze(dim), merged, 0.0), lse
+    weight = (p / torch.where(row_sum == 0, 1.0, row_sum)).unsqueeze(-1)
+    return torch.where(weight == 0, 0.0, v * weight).sum(dim), lse
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,10 +55,10 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, T
     row = torch.searchsorted(indptr.long(), state, right=True) - 1
     row = torch.where((row >= 0) & (row < rows), row, rows)[:, None].expand(states, v.shape[1])
     row_max = s.new_full((rows + 1, v.shape[1]), -torch.inf).scatter_reduce(0, row, s, "amax")
-    p = torch.where(s > -torch.inf, torch.exp2(s - row_max.gather(0, row)), 0.0)
+    p = torch.where(s == -torch.inf, 0.0, torch.exp2(s - row_max.gather(0, row)))
     row_sum = s.new_zeros(row_max.shape).scatter_add(0, row, p)
-    weighted = torch.where(p[..., None] > 0, v.float() * p[..., None], 0.0)
+    weighted = torch.where(p[..., None] == 0, 0.0, v.float() * p[..., None])
     acc = weighted.new_zeros((rows + 1, *v.shape[1:]))
     acc = acc.scatter_add(0, row[..., None].expand(v.shape), weighted)
-    out = acc / torch.where(row_sum > 0, row_sum, 1.0)[..., None]
+    out = acc / torch.where(row_sum == 0, 1.0, row_sum)[..., None]
     return out[:-1].to(v.dtype), (row_max + torch.log2(row_sum))[:-1]

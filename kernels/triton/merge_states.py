@@ -3,7 +3,7 @@
 The output over the union of disjoint key sets is ``sum(2^s_i * v_i) / sum(2^s_i)``, computed as an online softmax over
 the states: ``row_max`` is the largest ``s`` so far, ``row_sum`` the sum of ``2^(s - row_max)`` and ``acc`` the sum of
 ``2^(s - row_max) * v``.
-A state of no keys has ``s = -inf`` and adds nothing.
+A state of no keys has ``s = -inf`` and adds nothing. An ``s`` of NaN or infinity makes the result NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def merge_update(row_max, row_sum, acc, v, s):
     """The online-softmax state ``(row_max [P], row_sum [P], acc [P, D])`` after one more state ``v [P, D], s [P]``."""
     new_max = tl.maximum(row_max, s)
     alpha, p = tl.exp2(row_max - finite(new_max)), tl.exp2(s - finite(new_max))
-    acc = acc * alpha[:, None] + tl.where((s > float("-inf"))[:, None], v * p[:, None], 0.0)
+    acc = acc * alpha[:, None] + tl.where((s == float("-inf"))[:, None], 0.0, v * p[:, None])
     return new_max, row_sum * alpha + p, acc
 
 

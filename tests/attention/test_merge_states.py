@@ -125,6 +125,47 @@ def test_merge_states_varlen(dtype: torch.dtype, counts: tuple[int, ...], heads:
         _check(out[row, None], lse[row, None], v[None, begin:end], s[None, begin:end])
 
 
+def _merges(v: Tensor, s: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """By op, those of states ``v [rows, 2, heads, dim]``."""
+    (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
+    in_place = v_a.clone(), s_a.clone()
+    torch.ops.attn.merge_state_in_place(*in_place, v_b, s_b)
+    indptr = torch.arange(0, 2 * v.shape[0] + 1, 2, dtype=torch.int32, device=v.device)
+    return {
+        "merge_state": torch.ops.attn.merge_state(v_a, s_a, v_b, s_b),
+        "merge_states": torch.ops.attn.merge_states(v, s),
+        "merge_state_in_place": in_place,
+        "merge_states_varlen": torch.ops.attn.merge_states_varlen(v.flatten(0, 1), s.flatten(0, 1), indptr),
+    }
+
+
+def _check_lse_without_value(v: Tensor, s: Tensor) -> None:
+    """A state whose LSE is NaN or infinite is a fault that a merge passes on, to its row and head alone."""
+    v[1, 0, 2], s[1, 0, 2] = math.nan, math.nan
+    s[3, 1, 0] = math.inf
+    s[4, 0, 1], s[4, 1, 1] = -math.inf, math.nan
+    wrong = torch.zeros(6, 4, dtype=torch.bool)
+    wrong[1, 2] = wrong[3, 0] = wrong[4, 1] = True
+    for op, (out, lse) in _merges(v, s).items():
+        assert out[wrong].isnan().all(), op
+        assert lse[wrong].isnan().all(), op
+        assert out[~wrong].isfinite().all(), op
+        assert not lse[~wrong].isnan().any(), op
+
+
+@on_each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_lse_of_no_value(dtype: torch.dtype) -> None:
+    _check_lse_without_value(*random_states((6, 2, 4, 32), dtype, 3.0, 0.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_lse_of_no_value_on_a_gpu(dtype: torch.dtype) -> None:
+    v, s = random_states((6, 2, 4, 32), dtype, 3.0, 0.0)
+    _check_lse_without_value(v.cuda(), s.cuda())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
