@@ -156,7 +156,10 @@ class MultiLevelCascadeAttentionWrapper(WrapperGroup):
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Plan every level; lists have one tensor per level, as for the prefill wrapper. ``causal`` is the last's."""
+        """Plan every level; lists have one tensor per level, as for the prefill wrapper. ``causal`` is the last's.
+
+        A window and the positions of RoPE and ALiBi count the tokens of each level from its first one.
+        """
         where = f"{type(self).__name__}.plan"
         arrays = {
             "qo_indptr_arr": qo_indptr_arr,

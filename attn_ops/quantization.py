@@ -17,7 +17,7 @@ __all__ = ["packbits", "segment_packbits"]
 @typed
 def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
     """uint8 ``[ceil(n / 8)]`` of bool ``x [n]``, the last byte filled with zeros; ``bitorder`` big or little."""
-    return torch.ops.attn.packbits(x, bitorder=bitorder)
+    return torch.ops.attn.packbits(x.contiguous(), bitorder=bitorder)
 
 
 @typed
@@ -39,4 +39,4 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
             fail(ShapeError, where, what, "it within x", "correct it")
     size = int(((host.diff() + 7) // 8).sum())
     torch._check(size >= 0)
-    return torch.ops.attn.segment_packbits(x, indptr.to(x.device), size, bitorder=bitorder)
+    return torch.ops.attn.segment_packbits(x.contiguous(), indptr.to(x.device), size, bitorder=bitorder)

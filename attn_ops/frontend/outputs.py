@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
+from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, refuse_grad
 from attn_ops.ops.options import FP8
+from attn_ops.plan.page_table import real
 from attn_ops.symbolic_sizes import overlapping_dim
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
@@ -86,6 +87,8 @@ class OutputSpec(NamedTuple):
             if self.padding is not None:
                 shape = (self.padding.qo_indptr.shape[0] - 1, self.padding.max_rows, q.shape[1])
             check_buffer(where, "lse", self.lse, shape, torch.float32, q.device)
+            if self.out is not None and _share_memory(self.out, self.lse):
+                fail(ArgumentError, where, "lse shares memory with out", "memory of its own", "allocate both")
 
     def dtype_for(self, q_dtype: torch.dtype) -> torch.dtype:
         """The dtype of the output for a query of ``q_dtype``."""
@@ -159,6 +162,13 @@ def check_buffer(
         fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
     refuse_grad(where, name, buffer)
     refuse_overlap(where, name, buffer)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors do; strided ones may take turns in the memory of a packed result."""
+    if not (real(a) and real(b) and a.is_contiguous() and b.is_contiguous()) or a.device != b.device:
+        return False
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def refuse_overlap(where: str, name: str, buffer: Tensor) -> None:

@@ -153,12 +153,12 @@ def _largest(lengths: Tensor) -> int:
 
 
 def index(where: str, name: str, t: Tensor) -> Tensor:
-    """``t``, a vector of any integer dtype, as int32."""
+    """``t``, a vector of any integer dtype and stride, as contiguous int32."""
     if not isinstance(t, Tensor):
         fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "an int32 tensor", "make a tensor of it")
     if t.dim() != 1:
         fail(ShapeError, where, f"{name} is {shape_of(t)}", "one dimension", f"reshape {name}")
-    return as_int32(where, name, t)
+    return as_int32(where, name, t).contiguous()
 
 
 def as_int32(where: str, name: str, t: Tensor) -> Tensor:

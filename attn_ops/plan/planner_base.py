@@ -216,7 +216,7 @@ class PlannerBase:
         if indices.shape[0] > self.max_pages and validates(validate, *table):
             indices = indices[: int(indptrs[-1][-1])]  # later entries need no capacity
             table = (*indptrs, indices, last)
-        inputs = [t.to(self.device, torch.int32, non_blocking=True) for t in table]
+        inputs = [t.to(self.device, torch.int32, non_blocking=True).contiguous() for t in table]
         lengths: dict[str, Tensor] = {}
         if self.context is not None:
             inputs[-3:], lengths = self.context.planned(self.problem.page_size, *inputs[-3:])

@@ -89,6 +89,16 @@ def test_an_out_of_flash_attention_that_shares_memory_is_refused() -> None:
         flash_attn.flash_attn_func(q, kv, kv, out=strided((64, 64, 1))[None])
 
 
+@pytest.mark.parametrize("function", CALLS)
+def test_an_lse_in_the_memory_of_out_is_refused(function: str) -> None:
+    memory = torch.zeros(4 * 4 * 64 + 32, dtype=torch.float16, device=DEVICE)
+    with pytest.raises(errors.ArgumentError, match=f"{function}: lse shares memory with out; expected memory"):
+        CALLS[function]()(memory[:1024].view(4, 4, 64), memory[992:1024].view(torch.float32).view(4, 4))
+    assert not memory.any()
+    CALLS[function]()(memory[:1024].view(4, 4, 64), memory[1024:].view(torch.float32).view(4, 4))
+    R.expected(sm_scale=0.125).check(memory[:1024].view(4, 4, 64), memory[1024:].view(torch.float32).view(4, 4))
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 @pytest.mark.parametrize("name", APART)
 @pytest.mark.parametrize("function", CALLS)

@@ -52,6 +52,8 @@ def test_seq_lens() -> None:
     assert decode.get_seq_lens is page.get_seq_lens
     assert page.get_seq_lens(int32(0, 2, 2, 5), int32(3, 9, 16), 16).tolist() == [19, 0, 48]
     assert page.get_seq_lens(int32(0), int32(), 16).tolist() == []
+    columns = int32(0, 0, 2, 3, 2, 9, 5, 16).view(4, 2)
+    assert page.get_seq_lens(columns[:, 0], columns[1:, 1], 16).tolist() == [19, 0, 48]
 
 
 def test_lengths_are_moved_to_the_device_of_the_offsets() -> None:
@@ -107,6 +109,7 @@ def test_packbits(length: int, bitorder: str) -> None:
     expected = np.packbits(x.cpu().numpy(), bitorder=bitorder)
     assert quantization.packbits(x, bitorder).tolist() == expected.tolist()
     assert flashinfer.packbits(x).tolist() == np.packbits(x.cpu().numpy()).tolist()
+    assert torch.equal(flashinfer.packbits(torch.stack((x, ~x), 1)[:, 0]), flashinfer.packbits(x))
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])

@@ -80,6 +80,18 @@ def test_integer_types_are_converted(kind: str, dtype: torch.dtype) -> None:
 
 
 @each_kind
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_tensors_of_any_stride(kind: str, dtype: torch.dtype) -> None:
+    """Such as a column of an engine's metadata. A second batch is in the same memory."""
+    strided, planned = _planners()[kind], _planners()[kind]
+    memory = [torch.full((t.shape[0], 2), -7, dtype=dtype) for t in _inputs(kind)]
+    for n in (4, 2):
+        inputs = _inputs(kind, QO_LENS[4 - n :], KV_LENS[4 - n :])
+        columns = [column[: t.shape[0], 1].copy_(t) for column, t in zip(memory, inputs, strict=True)]
+        assert all(map(torch.equal, strided.plan(*columns), planned.plan(*inputs)))
+
+
+@each_kind
 def test_inputs_are_only_read(kind: str) -> None:
     inputs = _inputs(kind)
     before = [t.clone() for t in inputs]
