@@ -122,11 +122,11 @@ def _append_and_attend(s: Shape) -> Callable[[], object]:
     return call
 
 
-def _dense(s: Shape, room: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, keys and values, which have room for so many times the tokens."""
+def _dense(s: Shape, times: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values, of which keys and values have so many times the tokens."""
     heads, kv_heads, dim = s.heads
     q = torch.randn(s.batch, s.rows, heads, dim, dtype=s.dtype)
-    return q, *torch.randn(2, s.batch, room * s.length, kv_heads, dim, dtype=s.dtype)
+    return q, *torch.randn(2, s.batch, times * s.length, kv_heads, dim, dtype=s.dtype)
 
 
 def _single_decode(s: Shape) -> Callable[[], object]:

@@ -71,7 +71,7 @@ CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
 CUDA_DECODE_PACKED_ROWS = (8, 16)
-"""Query heads of a KV head that the CUDA decode kernels have room for."""
+"""Query heads of a KV head that the CUDA decode kernels take."""
 
 CUDA_DECODE_PAGE = 16
 """Page sizes of the CUDA decode kernel are multiples of it. Others give boxes of 8 tokens, with which it is slower than

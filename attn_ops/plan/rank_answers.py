@@ -84,7 +84,7 @@ class RankAnswers:
             outcome = self._store.compare_set(f"{question}/outcome", "", outcome).decode()
             answers = [json.loads(text) for text in self._store.multi_get(keys)] if outcome == COMPLETE else []
             if answers and question:  # no rank is at the last question any more
-                self._forget(question - 1)
+                self._clear(question - 1)
         except (RuntimeError, dist.DistError) as raised:
             if error is not None:
                 raise error from None
@@ -98,7 +98,7 @@ class RankAnswers:
                 fail(RankError, where, f"rank {rank} failed with {text}", "success on every rank", "see that rank")
         return [values for _, values in answers]
 
-    def _forget(self, question: int) -> None:
+    def _clear(self, question: int) -> None:
         """Delete the keys of a question that every rank has the outcome of."""
         self._store.delete_key(f"{question}/{self._rank}")
         if self._rank == self.ranks[0]:

@@ -213,9 +213,9 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
         return {"k": x.k, "v": x.v, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
     paged = loads == "pages"
     box = box_of_pages(page_size, tile.box) if paged else tile.box
-    make_map, extent = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
+    make_map, tokens = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        make_map(t, strides, x.heads[1], extent, box, tile.row_bytes)
+        make_map(t, strides, x.heads[1], tokens, box, tile.row_bytes)
         for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
     )
     steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))

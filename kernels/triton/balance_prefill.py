@@ -14,7 +14,7 @@ from attn_ops.kernels.triton.query_tiles import (
     count_splits,
     kv_blocks,
     length_bucket,
-    tile_extent,
+    locate_tile,
 )
 
 from attn_ops.plan import state
@@ -33,7 +33,7 @@ def tiles_to_divide(num_tiles, lengths, wave, TILING: tl.constexpr, SHARD: tl.co
     total, longest, longest_blocks = tl.full((), 0, tl.int64), 0, 0
     for first in range(0, num_tiles, TILES):
         tile = first + t
-        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
         _, blocks = kv_blocks(begin, end, tile < num_tiles)
         total += tl.sum(blocks.to(tl.int64), 0)
         longest_blocks = tl.maximum(longest_blocks, tl.max(blocks, 0))
@@ -45,7 +45,7 @@ def tiles_to_divide(num_tiles, lengths, wave, TILING: tl.constexpr, SHARD: tl.co
         count = tl.zeros((BUCKETS,), tl.int32)
         for first in range(0, num_tiles, TILES):
             tile = first + t
-            _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+            _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
             bucket = length_bucket(end - begin, longest, tile < num_tiles)
             count += tl.sum((bucket[:, None] == tl.arange(0, BUCKETS)[None, :]).to(tl.int32), 0)
         in_whole_waves = num_tiles // wave * wave
@@ -69,7 +69,7 @@ def fastest_split(
     longest_blocks, to_skip = 0, skip
     for first in range(0, num_tiles, TILES):
         tile = first + t
-        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
         divided, to_skip = after_first(begin, end, tile < num_tiles, longest, first_bucket, to_skip)
         _, blocks = kv_blocks(begin, end, divided)
         longest_blocks = tl.maximum(longest_blocks, tl.max(blocks, 0))
@@ -80,7 +80,7 @@ def fastest_split(
     over_half, over_three_quarters = tl.zeros((CANDIDATES,), tl.int64), tl.zeros((CANDIDATES,), tl.int64)
     for first in range(0, num_tiles, TILES):
         tile = first + t
-        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
         divided, skip = after_first(begin, end, tile < num_tiles, longest, first_bucket, skip)
         _, blocks = kv_blocks(begin, end, divided)
         splits = count_splits(blocks[:, None], divided[:, None], candidates[None, :])

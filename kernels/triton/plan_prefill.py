@@ -21,11 +21,11 @@ from attn_ops.kernels.triton.query_tiles import (
     NOT_SPLIT,
     Tiling,
     after_first,
+    divide_tile,
     kv_blocks,
     length_bucket,
-    split_extent,
+    locate_tile,
     split_points,
-    tile_extent,
 )
 from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, store_split_tile, store_work_item
 from torch import Tensor
@@ -120,7 +120,7 @@ def plan_prefill_kernel(
             total = tl.full((), 0, tl.int64)
             for first in range(0, num_tiles, TILES):
                 tile = first + t
-                _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+                _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
                 _, blocks = kv_blocks(begin, end, tile < num_tiles)
                 total += tl.sum(tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0).to(tl.int64), 0)
                 longest_tile = tl.maximum(longest_tile, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
@@ -134,28 +134,28 @@ def plan_prefill_kernel(
     longest, to_skip = 0, skip
     for first in range(0, num_tiles, TILES):
         tile, used = first + t, first + t < num_tiles
-        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
         divided, to_skip = after_first(begin, end, used, longest_tile, first_bucket, to_skip)
-        _, _, _, extent = split_extent(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
-        longest = tl.maximum(longest, tl.max(extent, 0))
+        _, _, _, length = divide_tile(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
+        longest = tl.maximum(longest, tl.max(length, 0))
     # The work items of each length bucket.
     count, to_skip = tl.zeros((BUCKETS,), tl.int32), skip
     for first in range(0, num_tiles, TILES):
         tile, used = first + t, first + t < num_tiles
-        _, _, _, _, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
         divided, to_skip = after_first(begin, end, used, longest_tile, first_bucket, to_skip)
-        _, _, splits, extent = split_extent(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
-        bucket = length_bucket(extent, longest, used)
+        _, _, splits, length = divide_tile(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
+        bucket = length_bucket(length, longest, used)
         count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0), 0)
     # Write the work items in the order of buckets, and the split tiles.
     bucket_item = tl.cumsum(count, 0) - count
     num_items, num_slots, num_split_tiles = tl.sum(count, 0), 0, 0
     for first in range(0, num_tiles, TILES):
         tile, used = first + t, first + t < num_tiles
-        request, offset, rows, position, begin, end = tile_extent(tile, lengths, TILING, SHARD)
+        request, offset, rows, position, begin, end = locate_tile(tile, lengths, TILING, SHARD)
         divided, skip = after_first(begin, end, used, longest_tile, first_bucket, skip)
-        first_block, blocks, splits, extent = split_extent(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
-        bucket = length_bucket(extent, longest, used)
+        first_block, blocks, splits, length = divide_tile(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
+        bucket = length_bucket(length, longest, used)
         of_bucket = tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0)
         up_to = tl.cumsum(of_bucket, 0)
         item = tl.sum(tl.where(of_bucket > 0, bucket_item[None, :] + up_to - of_bucket, 0), 1)

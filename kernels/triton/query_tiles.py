@@ -1,4 +1,4 @@
-"""Query tiles of prefill while they are planned: their extents, their splits and their order.
+"""Query tiles of prefill while they are planned: their ranges, their splits and their order.
 
 A planner goes over the tiles of a batch several times, some at a time, and computes all of this again each time: it
 would not fit in registers.
@@ -39,7 +39,7 @@ class Tiling(NamedTuple):
 
 
 @triton.jit
-def tile_extent(tile, lengths, TILING: tl.constexpr, SHARD: tl.constexpr):
+def locate_tile(tile, lengths, TILING: tl.constexpr, SHARD: tl.constexpr):
     """``(request, offset, rows, position, kv_begin, kv_end)`` of each query tile.
 
     tile      ``[TILES]``: numbers of tiles, in the order of requests
@@ -76,9 +76,9 @@ def kv_blocks(begin, end, used):
 
 
 @triton.jit
-def length_bucket(extent, longest, used):
-    """The bucket of each query tile's extent in tokens, 0 for the longest; ``BUCKETS`` for an unused tile."""
-    return tl.where(used, BUCKETS - 1 - (extent.to(tl.int64) * BUCKETS // (longest + 1)).to(tl.int32), BUCKETS)
+def length_bucket(length, longest, used):
+    """The bucket of each query tile's length in tokens, 0 for the longest; ``BUCKETS`` for an unused tile."""
+    return tl.where(used, BUCKETS - 1 - (length.to(tl.int64) * BUCKETS // (longest + 1)).to(tl.int32), BUCKETS)
 
 
 @triton.jit
@@ -102,13 +102,13 @@ def count_splits(blocks, used, split_blocks):
 
 
 @triton.jit
-def split_extent(begin, end, used, divided, split_blocks, FIXED: tl.constexpr):
-    """``(first_block, blocks, splits, extent)`` of query tiles: their KV blocks, and how they are split.
+def divide_tile(begin, end, used, divided, split_blocks, FIXED: tl.constexpr):
+    """``(first_block, blocks, splits, length)`` of query tiles: their KV blocks, and how they are split.
 
     divided       whether a tile may be split
     split_blocks  KV blocks of the longest split; with FIXED of every split but the last
     splits        1 for a tile that is not split, 0 for an unused one
-    extent        tokens of the longest split
+    length        tokens of the longest split
     """
     first_block, blocks = kv_blocks(begin, end, used)
     splits = count_splits(blocks, used, tl.where(divided, split_blocks, NOT_SPLIT))

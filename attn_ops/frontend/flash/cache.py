@@ -196,7 +196,7 @@ class CacheBatch(NamedTuple):
         after = before + self.new_indptr(where).diff()
         return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity, self.table_name)
 
-    def has_room(self, where: str) -> bool:
+    def has_capacity(self, where: str) -> bool:
         """Whether the cache has places for the append, unless lengths are on a GPU. Longer caches are an error."""
         capacity = self.spec.page_size * (1 if self.table is None else self.table.shape[-1])
         given = [t for t in (*self.lengths.tensors(), self.cu_new) if t is not None]
@@ -270,7 +270,7 @@ class CacheBatch(NamedTuple):
             too_long(where, after, capacity, self.table_name)
 
     def _overflow(self, capacity: int) -> int:
-        """Tokens after an append that a cache has no room for; 0 if it has, or if no number says how many there are."""
+        """Tokens after an append beyond the capacity of a cache; 0 if there are none, or no number says how many."""
         seqlens = self.lengths.seqlens
         if not isinstance(seqlens, int) or self.cu_new is not None:
             return 0

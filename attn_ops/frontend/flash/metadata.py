@@ -64,10 +64,10 @@ pytree._register_namedtuple(SchedulerMetadata, serialized_type_name="attn_ops.Sc
 torch.serialization.add_safe_globals([SchedulerMetadata])
 
 
-PAGES, ROWS, LEFTPAD, MISSING, NO_TOTALS, NO_ROOM = 1, 2, 4, 8, 16, 32
+PAGES, ROWS, LEFTPAD, MISSING, NO_TOTALS, NO_CAPACITY = 1, 2, 4, 8, 16, 32
 """Flags of what places the tokens of a batch in the cache, apart from their lengths: a block table,
 ``cache_batch_idx``, ``cache_leftpad``, a block table that the calls alone have, totals of varlen tensors that the calls
-alone have, and an append that the cache has no room for. Plain integers, which trace."""
+alone have, and an append beyond the capacity of the cache. Plain integers, which trace."""
 
 
 class BatchForm(NamedTuple):
@@ -89,7 +89,7 @@ class BatchForm(NamedTuple):
 
     def plans_for_others(self, batch: BatchForm) -> bool:
         """Whether calls of ``batch`` plan for themselves: what they append, or where, the metadata does not know."""
-        if self.tables & (NO_TOTALS | NO_ROOM):
+        if self.tables & (NO_TOTALS | NO_CAPACITY):
             return True
         knows_tables = (self.tables & batch.tables) == batch.tables  # Dynamo does not trace ~ of a size
         one_appends = self.appended != batch.appended and (self.appended == 0 or batch.appended == 0)

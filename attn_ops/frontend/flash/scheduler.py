@@ -11,7 +11,7 @@ from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
 from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
 from attn_ops.frontend.flash.cache_checks import check_tables, one_of
-from attn_ops.frontend.flash.metadata import MISSING, NO_ROOM, NO_TOTALS, SchedulerMetadata
+from attn_ops.frontend.flash.metadata import MISSING, NO_CAPACITY, NO_TOTALS, SchedulerMetadata
 from attn_ops.frontend.flash.plan_spec import runs_decode, spec_of_sizes
 from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.plan_checks import check_groups
@@ -64,8 +64,8 @@ def get_scheduler_metadata(
         cache_seqlens: tokens in the cache before the append, int ``[batch]`` or a number; None for a full cache.
         max_seqlen_k_new: tokens that each request appends, unless ``cu_seqlens_k_new``, int ``[batch + 1]``, gives
             them; ``total_k_new`` are then the rows of ``k``. Without it each call plans for its own, as do calls that
-            append nothing where the metadata is for an append, for which the cache need not have room, and calls that
-            append where it is for none.
+            append nothing where the metadata is for an append, which the cache need not hold, and calls that append
+            where it is for none.
         page_size, block_table: of a paged cache: a plan holds the page table, which FlashAttention's metadata does not.
             Without it each call plans for its own. ``page_table`` is another name of ``block_table``.
         cache_batch_idx, cache_leftpad, attention_chunk: those of the calls.
@@ -125,8 +125,8 @@ def get_scheduler_metadata(
         missing |= NO_TOTALS
     if missing:
         return batch.unplanned(missing)
-    if not batch.has_room(where):
-        return batch.unplanned(NO_ROOM)
+    if not batch.has_capacity(where):
+        return batch.unplanned(NO_CAPACITY)
     batch.check_places(where)
     return batch.make(where)
 

@@ -107,8 +107,8 @@ class PageTable {
     if (tokens < 0)
       fail<OptionError>(where, "tokens is " + std::to_string(tokens), "0 or more", "release the request to shrink it");
     // In pages, so that no number of tokens overflows.
-    const int64_t room = static_cast<int64_t>(entry.pages.size()) * page_size_ - entry.length;
-    return tokens <= room ? 0 : (tokens - room - 1) / page_size_ + 1;
+    const int64_t unused = static_cast<int64_t>(entry.pages.size()) * page_size_ - entry.length;
+    return tokens <= unused ? 0 : (tokens - unused - 1) / page_size_ + 1;
   }
 
   const Entry& find(const char* where, Request request) const {

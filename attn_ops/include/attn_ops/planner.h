@@ -170,7 +170,6 @@ inline std::vector<int64_t> contents(const at::Tensor& t) {
 }
 
 inline void check_indptr(const std::string& name, const std::vector<int64_t>& values) {
-  if (values.empty()) fail<ShapeError>("plan", name + " is [0]", "[batch + 1]", "pass cumulative lengths");
   if (values[0] != 0)
     fail<PageTableError>("plan", name + " starts at " + text(values[0]), "0", "pass cumulative lengths from 0");
   for (size_t b = 0; b + 1 < values.size(); ++b)
@@ -280,6 +279,7 @@ class Planner {
     });
     const c10::Device device = on_device ? device_ : c10::Device(at::kCPU);
     for (const detail::Table& table : tables) detail::check_table(table, device);
+    check_lengths(tables);
     std::vector<at::Tensor> inputs = device.is_cpu() ? from_host(tables) : from_device(tables);
     at::Tensor& pages = inputs[tables.size() - 2];
     if (max_pages() == 1 && pages.numel() == 0) pages = at::zeros({1}, pages.options());  // the graph takes one
@@ -294,12 +294,7 @@ class Planner {
     std::vector<at::Tensor> inputs;
     for (const detail::Table& table : tables) inputs.push_back(table.tensor.to(at::kInt).contiguous());
     const size_t kv = inputs.size() - 3;
-    for (size_t i = 0; i <= kv; ++i)
-      if (inputs[i].numel() == 0)
-        fail<ShapeError>("plan", tables[i].name + " is [0]", "[batch + 1]", "pass cumulative lengths");
-    const int64_t requests = inputs[kv].numel() - 1;
-    check_last_lengths(inputs[kv + 2].numel(), requests);
-    check_sizes(tables.size() == 4 ? std::optional(inputs[0].numel()) : std::nullopt, requests, inputs[kv + 1].numel());
+    check_capacities(kv > 0, inputs[kv].numel() - 1, inputs[kv + 1].numel());
     return inputs;
   }
 
@@ -318,36 +313,39 @@ class Planner {
     const std::vector<int64_t> lengths = check_pages(indptr, indices, last);
     if (max_pages() > 0 && static_cast<int64_t>(indices.size()) > max_pages())
       indices.resize(static_cast<size_t>(indptr.back()));  // entries after those of the last request need no capacity
-    check_sizes(
-        prefill ? std::optional(static_cast<int64_t>(values[0].size())) : std::nullopt,
-        static_cast<int64_t>(last.size()), static_cast<int64_t>(indices.size()));
+    check_capacities(prefill, static_cast<int64_t>(last.size()), static_cast<int64_t>(indices.size()));
     const bool alone = metadata_.of_problem("world") == 1;  // splits are those of one rank's keys
     if (prefill && alone && metadata_.of_problem("split") > 0) check_splits(values[0], lengths);
     return detail::upload(values, device_);
   }
 
-  void check_sizes(std::optional<int64_t> qo_indptr, int64_t requests, int64_t pages) const {
-    const std::string op = qo_indptr ? "plan_prefill" : "plan_decode";
-    detail::check_capacity(op, requests, max_batch(), "the batch has", "requests", "max_batch");
-    detail::check_capacity(op, pages, max_pages(), "the batch has", "pages", "max_pages");
-    if (qo_indptr && *qo_indptr != requests + 1)
-      fail<ShapeError>(
-          op, "qo_indptr has length " + detail::text(*qo_indptr), detail::text(requests + 1) + " as in kv_indptr",
-          "make the two agree");
+  // The lengths of a page table's vectors. Raises what attn_ops/plan/page_table_checks.py raises.
+  static void check_lengths(const std::vector<detail::Table>& tables) {
+    const size_t kv = tables.size() - 3;
+    for (size_t i = 0; i <= kv; ++i)
+      if (tables[i].tensor.numel() == 0)
+        fail<ShapeError>("plan", tables[i].name + " is [0]", "[batch + 1]", "pass cumulative lengths");
+    const int64_t requests = tables[kv].tensor.numel() - 1;
+    for (const size_t i : {size_t{0}, kv + 2}) {
+      const int64_t given = tables[i].tensor.numel(), expected = i == kv + 2 ? requests : requests + 1;
+      if (given != expected)
+        fail<ShapeError>(
+            "plan", tables[i].name + " is [" + detail::text(given) + "]",
+            "[" + detail::text(expected) + "] for the " + detail::text(requests) + " requests of kv_indptr",
+            "make the two agree");
+    }
   }
 
-  void check_last_lengths(int64_t given, int64_t requests) const {
-    if (given != requests)
-      fail<ShapeError>(
-          "plan", "kv_last_page_len is [" + detail::text(given) + "]",
-          "[" + detail::text(requests) + "], one per request as in kv_indptr", "make the two agree");
+  void check_capacities(bool prefill, int64_t requests, int64_t pages) const {
+    const std::string op = prefill ? "plan_prefill" : "plan_decode";
+    detail::check_capacity(op, requests, max_batch(), "the batch has", "requests", "max_batch");
+    detail::check_capacity(op, pages, max_pages(), "the batch has", "pages", "max_pages");
   }
 
   // The KV tokens of each request. Raises what attn_ops/plan/page_table_checks.py raises.
   std::vector<int64_t> check_pages(
       const std::vector<int64_t>& indptr, const std::vector<int64_t>& indices, const std::vector<int64_t>& last) const {
     const size_t requests = indptr.size() - 1;
-    check_last_lengths(static_cast<int64_t>(last.size()), static_cast<int64_t>(requests));
     for (size_t b = 0; b < requests; ++b)
       if (indptr[b + 1] > indptr[b] && (last[b] < 1 || last[b] > page_size()))
         fail<PageTableError>(
