@@ -128,7 +128,7 @@ def _check(
 
 def most_rows(qo_indptr: Tensor) -> int:
     """Query rows of the longest request; 1 if they are not on the host, where they are not checked."""
-    return int(qo_indptr.diff().max()) if seen(qo_indptr) and qo_indptr.numel() > 1 else 1
+    return int(qo_indptr.long().diff().max()) if seen(qo_indptr) and qo_indptr.numel() > 1 else 1
 
 
 TREE_MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, refuse_grad
 from attn_ops.ops.options import FP8
-from attn_ops.plan.page_table import real
 from attn_ops.symbolic_sizes import overlapping_dim
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
@@ -166,9 +166,10 @@ def check_buffer(
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors do; strided ones may take turns in the memory of a packed result."""
-    if not (real(a) and real(b) and a.is_contiguous() and b.is_contiguous()) or a.device != b.device:
+    if is_traced() or not (type(a) is type(b) is Tensor and a.is_contiguous() and b.is_contiguous()):
         return False
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+    first, second = a.data_ptr(), b.data_ptr()  # of tensors without memory 0
+    return bool(first and second) and first < second + b.nbytes and second < first + a.nbytes
 
 
 def refuse_overlap(where: str, name: str, buffer: Tensor) -> None:

@@ -126,7 +126,7 @@ class _Decode(NamedTuple):
         else:
             ranked(where, "query", query, QUERY_DIMS)
             rows = cumulative(where, name, indptr, table.shape[0], "the query", query)
-            q_len, added = most_rows(indptr), rows
+            q_len, added = 1 if self.mask is None else most_rows(indptr), rows
         if self.mask is not None:
             check_tree_mask(where, self.mask, query.shape[0], q_len)
         positioned = rows is not None or self.options.window_left >= 0

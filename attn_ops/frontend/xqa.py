@@ -108,7 +108,7 @@ def xqa(
     else:
         ranked(where, "q", q, QUERY_DIMS)
         flat, qo_indptr = q, cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
-        q_len = most_rows(q_cu_seq_lens)
+        q_len = 1 if mask is None else most_rows(q_cu_seq_lens)
     if mask is not None:
         check_tree_mask(where, mask, flat.shape[0], q_len)
     integers(where, sliding_win_size=sliding_win_size)

@@ -227,7 +227,7 @@ def _refuse_readers(config: Any) -> None:
 def _names(function: Callable[..., Any]) -> Iterator[str]:
     """Of the functions that ``function`` combines. A callable that is no function is known to no one."""
     if not isinstance(function, FunctionType):
-        yield repr(function)
+        yield getattr(function, "__qualname__", type(function).__name__)
         return
     cells = function.__closure__ or ()
     held = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in cells), strict=True))

@@ -241,16 +241,17 @@ def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor,
         fail(PageTableError, where, f"kv_len_arr[{b}] is {int(lengths[b])}", "0 or more tokens", "correct it")
     lengths, indices = lengths.to(indptr.device).long(), indices.to(indptr.device)
     held = indptr.diff()
-    pages = (lengths + page_size - 1) // page_size
-    if seen(indptr) and bool((pages > held).any()):
-        b = int((pages > held).int().argmax())
+    needed = (lengths + page_size - 1) // page_size
+    if seen(indptr) and bool((needed > held).any()):
+        b = int((needed > held).int().argmax())
         fail(
             PageTableError,
             where,
             f"request {b} has {int(lengths[b])} tokens and {int(held[b])} pages of {page_size}",
-            f"{int(pages[b])} pages",
+            f"{int(needed[b])} pages",
             "pass the pages of all tokens",
         )
+    pages = torch.where(held > 0, needed, 0)
     ends = pages.cumsum(0)
     compact = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
     if indices.numel() and pages.numel():

@@ -250,6 +250,17 @@ def test_tree_masks_of_ragged_rows() -> None:
     r.expected(masked=True).check(out)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.int64], ids=str)
+def test_cumulative_rows_of_any_dtype_on_the_host(dtype: torch.dtype) -> None:
+    r = Requests(kv_lens=(70, 30), qo_lens=(3, 2), kv_layout="HND")
+    arguments = r.q, r.cache(), workspace(), r.block_tables(), r.seq_lens, 70, SCALE
+    call = functools.partial(flashinfer.trtllm_batch_decode_with_kv_cache, *arguments, max_q_len=3)
+    rows = r.qo_indptr.cpu().to(dtype)
+    r.expected(causal=True).check(call(cum_seq_lens_q=rows))
+    mask = random_tree_mask(r, 2, torch.uint16)
+    r.expected(masked=True).check(call(cum_seq_lens_q=rows, mask=mask))
+
+
 def test_a_tree_mask_has_a_bit_for_each_row_of_the_longest_request() -> None:
     r = Requests(kv_lens=(70, 30), qo_lens=(3, 20), kv_layout="HND")
     mask = torch.zeros(23, 1, dtype=torch.uint16, device=DEVICE)

@@ -333,14 +333,6 @@ def test_fp8_query_of_the_decode_wrapper_with_scales_by_position(form: str, rows
         wrapper.run(r.q, r.cache(), *scales, 1.0)
 
 
-def test_scales_per_head_may_be_negative_in_pairs() -> None:
-    """The factors of the logits are their products."""
-    r = prefill_requests(dtype=E4M3)
-    q_scale, k_scale, v_scale = per_head(r)
-    out = planned_prefill(r, o_data_type=BF16).run(r.q, r.cache(), -q_scale, -k_scale, v_scale)
-    check(out, scaled(r, (q_scale, k_scale, v_scale)), dtype=BF16, eps=2**-6 + rounding_of_probabilities())
-
-
 def test_negative_scales_per_head() -> None:
     r = prefill_requests(dtype=E4M3)
     q_scale, k_scale, v_scale = per_head(r)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.mla_requests import Latents
-from helpers.wrapper_requests import DEVICE, ln, workspace
+from helpers.wrapper_requests import DEVICE, int32, ln, workspace
 
 import attn_ops as flashinfer
 from attn_ops import errors, planner
 from attn_ops.frontend import call_plans
+from attn_ops.plan import page_table
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -180,6 +181,17 @@ def test_cuda_graph_mode() -> None:
         wrapper.plan(m.qo_indptr, *m.table, 3, *m.dims, 16, False, 0.1)
         assert buffers["kv_len_arr"].tolist() == m.table[2].tolist()
         m.expected(sm_scale=0.1).check(wrapper.run(query=m.q, kv_cache=m.cache))
+
+
+def test_a_request_without_pages_takes_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where lengths are not compared with pages, such as those of padding."""
+    monkeypatch.setattr(page_table, "seen", lambda _: False)
+    table = page_table.by_length("plan", int32(0, 1, 1, 3), int32(7, 5, 6), int32(4, 1, 20), 16)
+    assert [t.tolist() for t in (table.kv_indptr, table.kv_indices, table.kv_last_page_len)] == [
+        [0, 1, 1, 3],
+        [7, 5, 6],
+        [4, 0, 4],
+    ]
 
 
 def test_cuda_graph_mode_keeps_the_page_table_of_the_caller() -> None:

@@ -99,6 +99,16 @@ def test_an_lse_in_the_memory_of_out_is_refused(function: str) -> None:
     R.expected(sm_scale=0.125).check(memory[:1024].view(4, 4, 64), memory[1024:].view(torch.float32).view(4, 4))
 
 
+def test_tensors_without_memory_share_none() -> None:
+    """All of them begin at address 0."""
+    q, cache = R.q.to("meta"), tuple(t.to("meta") for t in R.cache())
+    out, lse = torch.empty_like(q), torch.empty(4, 4, device="meta")
+    tables, lens = R.block_tables().to("meta"), R.seq_lens.to("meta")
+    decode = flashinfer.trtllm_batch_decode_with_kv_cache
+    got = decode(q, cache, None, tables, lens, 130, 0.125, out=out, lse=lse, return_lse=True)
+    assert got == (out, lse)
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 @pytest.mark.parametrize("name", APART)
 @pytest.mark.parametrize("function", CALLS)

@@ -460,6 +460,13 @@ CASES: dict[str, Case] = {
         errors.PageTableError,
         "request 0 has 86 tokens and 5 pages of 16; expected 6 pages",
     ),
+    "MLA tokens of a request without pages": (
+        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
+            torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0]), torch.tensor([5]), 4, 512, 64, 16
+        ),
+        errors.PageTableError,
+        "request 0 has 5 tokens and 0 pages of 16; expected 1 pages",
+    ),
     "MLA of latents without columns": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
             P.qo_indptr, *P.table[:2], P.seq_lens, 4, 0, 64, 16

@@ -80,13 +80,14 @@ def test_integer_types_are_converted(kind: str, dtype: torch.dtype) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_tensors_of_any_stride(kind: str, dtype: torch.dtype) -> None:
-    """Such as a column of an engine's metadata. A second batch is in the same memory."""
-    strided, planned = _planners()[kind], _planners()[kind]
-    memory = [torch.full((t.shape[0], 2), -7, dtype=dtype) for t in _inputs(kind)]
-    for n in (4, 2):
-        inputs = _inputs(kind, QO_LENS[4 - n :], KV_LENS[4 - n :])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensors_of_any_stride(kind: str, device: str) -> None:
+    """Such as a column of an engine's metadata. Later batches are in the same memory."""
+    with torch.device(device):
+        strided, planned = _planners()[kind], _planners()[kind]
+    memory = [torch.full((t.shape[0], 2), -7, dtype=torch.int32, device=device) for t in _inputs(kind)]
+    for lens in (KV_LENS, KV_LENS[::-1], (1, 2, 3, 4), (9, 300)):
+        inputs = [t.to(device) for t in _inputs(kind, QO_LENS[: len(lens)], lens)]
         columns = [column[: t.shape[0], 1].copy_(t) for column, t in zip(memory, inputs, strict=True)]
         assert all(map(torch.equal, strided.plan(*columns), planned.plan(*inputs)))
 
