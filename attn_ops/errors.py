@@ -58,7 +58,7 @@ class UnsupportedError(OptionError):
 
 
 class ArgumentError(AttnOpsError, TypeError):
-    """An argument is of a wrong Python type, is missing, or does not go with another, as one that is given twice."""
+    """An argument is of a wrong Python type, is missing, is given twice, or does not go with another argument."""
 
 
 class PlanError(AttnOpsError, ValueError):

@@ -225,7 +225,7 @@ def _refuse_readers(config: Any) -> None:
 
 
 def _names(function: Callable[..., Any]) -> Iterator[str]:
-    """Of the functions that ``function`` combines. A callable that is no function is known to no one."""
+    """Of the functions that ``function`` combines. Another callable, such as a partial, has a name of no known mask."""
     if not isinstance(function, FunctionType):
         yield getattr(function, "__qualname__", type(function).__name__)
         return

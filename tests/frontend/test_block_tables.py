@@ -120,7 +120,7 @@ def test_tables_of_the_mla_wrapper_without_a_plan_name_pages_of_the_cache() -> N
         wrapper.forward(torch.randn(1, 16, 576, device=DEVICE), cache, tables, torch.tensor([9]))
 
 
-def test_a_cache_of_another_second_size_is_no_pair_of_keys_and_values() -> None:
+def test_one_tensor_of_keys_and_values_has_two_parts() -> None:
     r = Requests(kv_layout="HND")
     cache = torch.randn(4, 3, r.heads[1], r.page_size, 64, device=DEVICE, dtype=r.dtype)
     with pytest.raises(errors.ShapeError, match=r"xqa: the KV cache is one tensor \[4, 3, .*; expected \[pages, 2"):
@@ -405,7 +405,7 @@ def test_cudnn_lengths_by_offsets_in_tokens(paged: bool) -> None:
     r.expected(causal=True).check(*_cudnn_prefill(r, paged, None, **options))
 
 
-def test_cudnn_offsets_of_a_captured_call() -> None:
+def test_cudnn_offsets_of_a_traced_call() -> None:
     """Fake tensors have no contents to compare."""
     r = Requests((70, 3, 9, 130), (1, 5, 0, 40), kv_layout="HND")
     names = ("q", "k", "v", "qo_indptr", "kv_indptr", "seq_lens")
