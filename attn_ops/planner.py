@@ -32,11 +32,10 @@ from attn_ops.plan.planner_base import (
 from attn_ops.plan.sizing import (
     count_splits,
     ctas_per_head,
+    default_tile_rows,
     is_large_batch,
     max_splits_for,
     most_tiles,
-    packed_rows_of_tiles,
-    rows_per_tile,
     splits_per_head,
 )
 from attn_ops.plan.state import (
@@ -278,7 +277,7 @@ class PrefillPlanner(PlannerBase):
         dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
         if tile_rows is None:
             size = None if fixed_split_size is not None else (max_batch, max_tokens)
-            tile_rows = _default_tile_rows(self.device, num_qo_heads, num_kv_heads, dims, head_shards, size)
+            tile_rows = _tile_rows_of_capacity(self.device, num_qo_heads, num_kv_heads, dims, head_shards, size)
         self.problem = self._problem(
             fixed_split_size=fixed_split_size,
             window_left=window_left,
@@ -425,7 +424,7 @@ class PrefillPlanner(PlannerBase):
             )
 
 
-def _default_tile_rows(
+def _tile_rows_of_capacity(
     device: torch.device,
     num_qo_heads: int,
     num_kv_heads: int,
@@ -441,5 +440,6 @@ def _default_tile_rows(
         rows = -(-max_tokens // max(1, max_batch))
         heads = num_qo_heads // shards, -(-num_kv_heads // shards)
         large = is_large_batch(*heads, head_dims, max_batch, max_tokens, device)
-    sizes = packed_rows_of_tiles(*head_dims, device, large)
-    return rows_per_tile(num_qo_heads // (shards if num_kv_heads == 1 else 1), num_kv_heads, rows, sizes)
+    return default_tile_rows(
+        device, num_qo_heads // (shards if num_kv_heads == 1 else 1), num_kv_heads, head_dims, rows, large_batch=large
+    )

@@ -23,7 +23,7 @@ from attn_ops.plan.block_sparse import (
 from attn_ops.plan.page_table_checks import INTEGERS
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.planner_base import in_range, validates
-from attn_ops.plan.sizing import rows_per_tile, unsplit_packed_rows
+from attn_ops.plan.sizing import default_tile_rows
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 from attn_ops.planner import PrefillPlanner
 from attn_ops.typed import typed
@@ -90,10 +90,12 @@ def _check(name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dty
         fail(ShapeError, "plan", f"{name} is {shape_of(t)}", f"{shape_of(shape)}", "make the planner for these blocks")
 
 
-def _packed_rows(head_dim: int, head_dim_vo: int | None, device: str | torch.device | None) -> tuple[int, ...]:
-    """Packed rows of query tiles: see :func:`rows_per_tile`."""
-    on = torch.empty(0, device=device).device
-    return unsplit_packed_rows(head_dim, head_dim if head_dim_vo is None else head_dim_vo, on)
+def _tile_rows(
+    device: str | torch.device | None, heads: tuple[int, int], head_dim: int, head_dim_vo: int | None, rows: int
+) -> int:
+    """Query rows of a query tile by default, for blocks of so many rows."""
+    dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
+    return default_tile_rows(torch.empty(0, device=device).device, *heads, dims, rows, unsplit=True)
 
 
 class BlockSparsePlanner(_SparsePlanner):
@@ -153,8 +155,7 @@ class BlockSparsePlanner(_SparsePlanner):
             )
         offsets, block_rows = uniform_rows(num_rows, num_keys, row_block, col_block, causal)
         if tile_rows is None:
-            packed_rows = _packed_rows(head_dim, head_dim_vo, device)
-            tile_rows = rows_per_tile(num_qo_heads, num_kv_heads, row_block, packed_rows)
+            tile_rows = _tile_rows(device, (num_qo_heads, num_kv_heads), head_dim, head_dim_vo, row_block)
         planner = _MatrixPlanner(
             len(block_rows),
             num_rows,
@@ -263,8 +264,7 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         check_groups("planner", num_qo_heads, num_kv_heads)
         group, rows = num_qo_heads // num_kv_heads, -(-num_rows // num_block_rows)
         if tile_rows is None:
-            packed_rows = _packed_rows(head_dim, head_dim_vo, device)
-            tile_rows = rows_per_tile(group, 1, rows, packed_rows)
+            tile_rows = _tile_rows(device, (group, 1), head_dim, head_dim_vo, rows)
         planner = _MatrixPlanner(
             num_kv_heads * (num_block_rows + (num_block_cols if causal else 0)),
             num_kv_heads * num_rows,

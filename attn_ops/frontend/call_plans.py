@@ -23,8 +23,6 @@ from attn_ops.plan.sizing import (
     general_ctas_per_head,
     max_splits_for,
     most_tiles,
-    packed_rows_of_tiles,
-    rows_per_tile,
     splits_per_head,
     tiles_per_wave,
 )
@@ -49,8 +47,6 @@ Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int = 1) -> PlanProblem:
     """The problem of a plan of ``spec`` for about ``rows`` query rows of each request."""
-    sizes = packed_rows_of_tiles(*spec.head_dims, device, spec.large_batch)
-    tile_rows = spec.tile_rows(device) or rows_per_tile(spec.num_qo_heads, spec.num_kv_heads, rows, sizes)
     return PlanProblem.of_options(
         page_size=spec.page_size,
         num_qo_heads=spec.num_qo_heads,
@@ -58,7 +54,7 @@ def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int 
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
         max_kv_len=at_least(max_kv_len, 1),
-        tile_rows=1 if spec.decode else tile_rows,
+        tile_rows=1 if spec.decode else spec.tile_rows(device, rows),
         window_left=spec.window_left,
         causal=spec.causal,
         window_right=spec.window_right,

@@ -13,12 +13,10 @@ from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.planner_base import WORKSPACE
 from attn_ops.plan.sizing import (
+    default_tile_rows,
     general_ctas_per_head,
     is_large_batch,
-    packed_rows_of_tiles,
     power_of_two_from,
-    rows_per_tile,
-    unsplit_packed_rows,
 )
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
@@ -68,18 +66,12 @@ class PlanSpec(NamedTuple):
         """Whether the sizes of query tiles and splits follow from the batch."""
         return not self.unsplit and self.fixed_split_size is None
 
-    def tile_rows(self, device: torch.device) -> int | None:
-        """Query rows of a query tile if they must not depend on the batch, else None."""
+    def tile_rows(self, device: torch.device, rows: int) -> int:
+        """Query rows of a query tile for requests of about ``rows``, which decide with ``depends_on_batch`` alone."""
+        of = device, self.num_qo_heads, self.num_kv_heads, self.head_dims
         if self.depends_on_batch:
-            return None
-        sizes = unsplit_packed_rows(*self.head_dims, device)
-        return rows_per_tile(self.num_qo_heads, self.num_kv_heads, self.rows, sizes)
-
-    def capacity_tile_rows(self, device: torch.device, capacity: BatchSize) -> int:
-        """Query rows of a query tile in a plan of this capacity."""
-        sizes = packed_rows_of_tiles(*self.head_dims, device, self.large_batch)
-        rows = -(-capacity.rows // capacity.batch)
-        return self.tile_rows(device) or rows_per_tile(self.num_qo_heads, self.num_kv_heads, rows, sizes)
+            return default_tile_rows(*of, rows, large_batch=self.large_batch)
+        return default_tile_rows(*of, self.rows, unsplit=True)
 
     def of_batch(self, device: torch.device, size: BatchSize) -> PlanSpec:
         """The spec for a batch of this size, with ``large_batch``. The capacity of its plan has no effect."""
@@ -182,7 +174,7 @@ class ResizablePlan:
             capacity.pages if spec.paged else 0,
             causal=spec.causal,
             window_right=spec.window_right,
-            tile_rows=spec.capacity_tile_rows(self.device, capacity),
+            tile_rows=spec.tile_rows(self.device, -(-capacity.rows // capacity.batch)),
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
             fixed_split_size=spec.fixed_split_size,
             **shared,

@@ -95,6 +95,28 @@ def packed_rows_of_tiles(
     return (*PACKED_ROWS, LARGE_BATCH_PACKED_ROWS) if large_batch else PACKED_ROWS
 
 
+def default_tile_rows(
+    device: torch.device,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dims: tuple[int, int],
+    rows: int | None = None,
+    *,
+    large_batch: bool = False,
+    unsplit: bool = False,
+) -> int:
+    """Query rows of a query tile by default.
+
+    rows         query rows of a request, or None for the largest tile
+    large_batch  the batch is one of :func:`is_large_batch`
+    unsplit      the plan splits no request, or each at the same places in every batch
+    """
+    sizes = (
+        unsplit_packed_rows(*head_dims, device) if unsplit else packed_rows_of_tiles(*head_dims, device, large_batch)
+    )
+    return rows_per_tile(num_qo_heads, num_kv_heads, rows, sizes)
+
+
 def is_large_batch(
     num_qo_heads: int, num_kv_heads: int, head_dims: tuple[int, int], batch: int, rows: int, device: torch.device
 ) -> bool:

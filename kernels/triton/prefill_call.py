@@ -18,7 +18,7 @@ from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions
-from attn_ops.plan.sizing import is_large_batch, packed_rows_of_tiles, rows_per_tile
+from attn_ops.plan.sizing import default_tile_rows, is_large_batch
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
 
 
@@ -72,7 +72,7 @@ def attend(
     if plan is None:
         dims = sum(x.dims[:2]), x.dims[2]
         large = is_large_batch(*x.heads, dims, 1, rows, x.q.device)
-        tile_rows = rows_per_tile(*x.heads, packed_rows=packed_rows_of_tiles(*dims, x.q.device, large))
+        tile_rows = default_tile_rows(x.q.device, *x.heads, dims, large_batch=large)
         launch_tiles(x, out, lse, None, None, tile_rows, triton.cdiv(rows, tile_rows), o)
         return
     tile_rows = PlanProblem.of(plan.problem).tile_rows

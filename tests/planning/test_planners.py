@@ -501,8 +501,8 @@ def test_tiles_of_plans_without_splits_have_64_packed_rows_and_more(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     spec = PlanSpec(False, True, 16, 8, 2, 64, 64, fixed_split_size=2)
-    assert spec.tile_rows(torch.device("cuda")) == 96
-    assert spec.tile_rows(torch.device("cpu")) == 64
+    assert spec.tile_rows(torch.device("cuda"), 1) == 96
+    assert spec.tile_rows(torch.device("cpu"), 1) == 64
 
 
 def test_tiles_of_heads_of_64_take_as_many_ctas_of_128_rows_as_of_192() -> None:
