@@ -117,14 +117,16 @@ CUDA_MLA_PAGE = 64
 CUDA_MLA_SWAPPED_ROWS = 16
 """Packed rows of a query tile, up to which MLA swaps its operands."""
 
-CUDA_MLA_KERNELS = (
+CUDA_MLA_KERNELS_BY_TOKENS = (
     *(("mla_swap_ab", CUDA_MLA_SWAPPED_ROWS, ctas) for ctas in (1, 2)),
-    *(("mla", 64, 1), ("mla", 64, 2), ("mla", 128, 1)),
+    *(("mla", 64, ctas) for ctas in (1, 2)),
 )
-"""CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one."""
+"""CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one.
 
-CUDA_MLA_KERNELS_BY_TOKENS = (("mla_swap_ab", CUDA_MLA_SWAPPED_ROWS, 1), ("mla", 64, 1))
-"""Those that also copy KV tiles token by token, by cp.async, from pages of any size: without clusters."""
+These also copy KV tiles token by token, by cp.async, from pages of any size."""
+
+CUDA_MLA_KERNELS = (*CUDA_MLA_KERNELS_BY_TOKENS, ("mla", 128, 1))
+"""Those that load KV tiles by TMA. The last one has two CTAs with the same KV tiles, by multicast."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from attn_ops.gpu import HOPPER, hopper_sms, is_hopper, properties
 from attn_ops.ops.options import MLA_HEAD_DIMS
-from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, has_cuda_decode
+from attn_ops.ops.unsupported import (
+    CUDA_MLA_SWAPPED_ROWS,
+    CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    has_cuda_decode,
+    mla_by_tokens,
+)
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,
@@ -191,13 +196,17 @@ def cluster_splits(
 
     Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
     an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one.
+    With KV tiles that are copied token by token, ``mla.cu`` has them for a quarter of the tiles: the warps that copy
+    also load the queries of the next unit, when the merge has released their memory.
     """
     is_cuda_mla = problem.head_dims == MLA_HEAD_DIMS and problem.num_kv_heads == 1
-    if not is_cuda_mla or problem.page_size % KV_BLOCK or problem.split or problem.window:
+    if not is_cuda_mla or problem.split or problem.window:
         return 1
-    if mla_cluster(packed_rows_of_tile(problem)) > 1:
+    packed_rows = packed_rows_of_tile(problem)
+    if mla_cluster(packed_rows) > 1:
         return 1
-    return 2 if holds(2 * tiles * ctas_of_tile(problem) <= sms) else 1
+    few = mla_by_tokens(problem.page_size) and packed_rows > CUDA_MLA_SWAPPED_ROWS
+    return 2 if holds((8 if few else 2) * tiles * ctas_of_tile(problem) <= sms) else 1
 
 
 def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
@@ -213,8 +222,9 @@ def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
     problem, max_batch, max_splits = PlanProblem.of(plan.problem), plan.kv_len.shape[0], num_partials(plan)
     if statically_known_true(max_splits == 0):
         return 1
-    tiles = at_least(plan.work.shape[0] - max_splits - max_batch, max_batch)
-    return cluster_splits(sms, problem, at_least(tiles, tiles_per_wave(problem, max_splits)))
+    splits = cluster_splits(sms, problem, at_least(plan.work.shape[0] - max_splits - max_batch, max_batch))
+    wave = splits * tiles_per_wave(problem, max_splits) * ctas_of_tile(problem)
+    return splits if splits == 1 or statically_known_true(wave <= sms) else 1
 
 
 def planned_cluster_splits(plan: PrefillPlan) -> int:

@@ -145,5 +145,5 @@ def batch_decode(
         out_type=OUT_TYPES[out.dtype],
     )
     if not eager:
-        combine_split_rows(out, lse, workspace, o.sinks, p, return_lse)
+        combine_split_rows(out, lse, workspace, o.sinks, p, return_lse, launch_early=True)
     return out, lse

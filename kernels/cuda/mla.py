@@ -222,5 +222,6 @@ def batch_mla(
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )
     if num_partials(p):
-        combine_split_tiles(out, lse, workspace, None, p, scaled=units.kernel == "mla")
+        scaled = units.kernel == "mla"
+        combine_split_tiles(out, lse, workspace, None, p, scaled=scaled, launch_early=not scaled)
     return out, lse

@@ -173,6 +173,7 @@ def combine_decode_kernel(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
+    LAUNCH_EARLY: tl.constexpr,  # the next kernel when all programs run, not after the wait of those with a job
 ):
     """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS.
     Owns: jobs ``program_id``, ``program_id + num_programs`` and so on. A job is SLICE_COLUMNS columns of one head of a
@@ -201,7 +202,7 @@ def combine_decode_kernel(
     jobs *= slices
     row, slot, stop = find_row(pending, begin, end, job // (HEADS * slices), BLOCK_BATCH)
     if PDL:
-        if job >= jobs:
+        if LAUNCH_EARLY | (job >= jobs):
             gdc_launch_dependents()
         gdc_wait()
         gdc_launch_dependents()
@@ -219,9 +220,20 @@ def combine_decode_kernel(
 
 
 def combine_split_rows(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: DecodePlan, return_lse: bool
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor,
+    sinks: Tensor | None,
+    plan: DecodePlan,
+    return_lse: bool,
+    *,
+    launch_early: bool = False,
 ) -> None:
-    """Write the rows that the plan splits, and zeros to the rows of empty requests."""
+    """Write the rows that the plan splits, and zeros to the rows of empty requests.
+
+    ``launch_early``: whether the next kernel may start when all programs run. Its CTAs then wait for this kernel on
+    SMs that decode has left.
+    """
     rows, heads, dim = out.shape
     max_batch, pdl = plan.kv_len.shape[0], supports_pdl(out, image=True)
     fixed, num_ctas = PlanProblem.of(plan.problem).split > 0, plan.cta_indptr.shape[0] - 1
@@ -262,4 +274,5 @@ def combine_split_rows(
         SINKS=sinks is not None,
         LSE=return_lse,
         PDL=pdl,
+        LAUNCH_EARLY=launch_early,
     )

@@ -120,6 +120,7 @@ def combine_prefill_kernel(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
+    LAUNCH_EARLY: tl.constexpr,  # the next kernel when all programs run, not after the wait of those with a job
 ):
     """Grid: as many programs as the capacity has jobs, up to a limit. A job is an output row or a slice of one.
     Owns: jobs ``program_id``, ``program_id + num_programs`` and so on.
@@ -145,7 +146,7 @@ def combine_prefill_kernel(
     row, count = tl.load(record + SPLIT_TILE_ROW), tl.load(record + SPLIT_TILE_ROWS)
     first_slot, num_splits = tl.load(record + SPLIT_TILE_SLOT), tl.load(record + SPLIT_TILE_SLOTS)
     if PDL:
-        if job >= jobs:
+        if LAUNCH_EARLY | (job >= jobs):
             gdc_launch_dependents()
         # Program 0 waits in any case: later kernels wait for this grid alone, which must not end before attention.
         if (job < jobs) | (job == 0):
@@ -172,15 +173,24 @@ def combine_prefill_kernel(
 
 
 def combine_split_tiles(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: PrefillPlan, *, scaled: bool = False
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor,
+    sinks: Tensor | None,
+    plan: PrefillPlan,
+    *,
+    scaled: bool = False,
+    launch_early: bool = False,
 ) -> None:
     """Write the rows of ``out`` and ``lse`` whose query tiles the plan splits, from the partial results.
 
-    out        ``[rows, heads, dim]``
-    lse        float32 ``[rows, heads]``, or ``[0]`` if it is not wanted
-    workspace  of the plan's planner, with the partial results of this call
-    sinks      float32 ``[heads]`` or None; each is added once to a row
-    scaled     whether partial results are float16 with a scale for each SCALE_COLUMNS of a row
+    out           ``[rows, heads, dim]``
+    lse           float32 ``[rows, heads]``, or ``[0]`` if it is not wanted
+    workspace     of the plan's planner, with the partial results of this call
+    sinks         float32 ``[heads]`` or None; each is added once to a row
+    scaled        whether partial results are float16 with a scale for each SCALE_COLUMNS of a row
+    launch_early  whether the next kernel may start when all programs run. Its CTAs then wait for this kernel on SMs
+                  that the attention kernel has left
     """
     rows, heads, dim = out.shape
     problem, max_split_tiles = PlanProblem.of(plan.problem), plan.split_tiles.shape[0]
@@ -216,4 +226,5 @@ def combine_split_tiles(
         SINKS=sinks is not None,
         LSE=lse.dim() > 1,
         PDL=pdl,
+        LAUNCH_EARLY=launch_early,
     )

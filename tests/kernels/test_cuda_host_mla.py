@@ -104,11 +104,12 @@ def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, splits: list[int]) 
     assert f"KV_FP8=1 SPLITS={splits[-1]}" in name
 
 
-BY_TOKENS = [replace(case, page_size=(1, 3, 16, 40)[i % 4]) for i, case in enumerate((*MLA, *SWAPPED, *FP8))]
-"""Page sizes that are not multiples of a KV tile."""
+def by_tokens(*cases: mla_cases.Mla) -> list[mla_cases.Mla]:
+    """The cases with page sizes that are not multiples of a KV tile."""
+    return [replace(case, page_size=(1, 3, 16, 40)[i % 4]) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize(("seed", "case"), list(enumerate(BY_TOKENS)), ids=str)
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(by_tokens(*MLA, *SWAPPED, *FP8))), ids=str)
 def test_mla_by_tokens(seed: int, case: mla_cases.Mla) -> None:
     host = Host(sms=4, seed=seed)
     with host.installed():
@@ -157,8 +158,10 @@ DIVIDED = [
 ]
 """Cases of plans that split few query tiles."""
 
+DIVIDED_BY_TOKENS = by_tokens(*DIVIDED, *(case for case in FP8 if case.heads < 128))
 
-@pytest.mark.parametrize(("seed", "case"), list(enumerate(DIVIDED)), ids=str)
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate((*DIVIDED, *DIVIDED_BY_TOKENS))), ids=str)
 def test_mla_of_clusters_that_divide_kv(seed: int, case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that runs two clusters: they have several units."""
     monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)

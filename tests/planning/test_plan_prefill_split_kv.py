@@ -240,17 +240,25 @@ def test_clusters_divide_the_kv_of_few_tiles(name: str, monkeypatch: pytest.Monk
 def test_kernels_have_the_clusters_that_a_plan_is_made_for(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(multi_processor_count=sms, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    for heads, batch in itertools.product((1, 16, 20, 32, 64, 80, 128, 150, 192, 256), range(1, 80)):
-        problem = PlanProblem(64, heads, 1, 576, 512, 1000, 1)
+    heads_of = (1, 16, 20, 32, 64, 80, 128, 150, 192, 256)
+    for heads, page_size, batch in itertools.product(heads_of, (1, 64), range(1, 80)):
+        problem = PlanProblem(page_size, heads, 1, 576, 512, 1000, 1)
         for tiles, expected in ((batch, sizing.cluster_splits(sms, problem, batch)), (None, 1)):
             max_splits = sizing.splits_per_head(torch.device("cuda"), problem, tiles)
             plan = allocate_prefill(problem, batch, batch, 9, torch.device("meta"), max_splits)
             assert sizing.cluster_splits_of(sms, plan) == expected
 
 
+@pytest.mark.parametrize(("heads", "divided"), [(16, 66), (32, 16), (64, 16), (128, 0)])
+def test_clusters_divide_the_kv_of_fewer_tiles_if_tokens_are_copied(heads: int, divided: int) -> None:
+    problem = PlanProblem(1, heads, 1, 576, 512, 1000, 1)
+    assert [tiles for tiles in range(1, 100) if sizing.cluster_splits(132, problem, tiles) == 2] == [
+        *range(1, divided + 1)
+    ]
+
+
 UNDIVIDED: dict[str, dict[str, int]] = {
     "fixed split size": {"split": 128},
-    "small pages": {"page_size": 32},
     "a window": {"window": 100},
     "other heads": {"head_dim_qk": 320, "head_dim_vo": 256},
 }

@@ -375,7 +375,14 @@ class Host:
 
 
 def combine_split_tiles(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: Any, *, scaled: bool = False
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor,
+    sinks: Tensor | None,
+    plan: Any,
+    *,
+    scaled: bool = False,
+    launch_early: bool = False,
 ) -> None:
     """The output of split tiles, from their partial results by the definition of a merge."""
     problem, slots = PlanProblem.of(plan.problem), num_partials(plan)
@@ -396,7 +403,14 @@ def combine_split_tiles(
 
 
 def combine_split_rows(
-    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, plan: Any, return_lse: bool
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor,
+    sinks: Tensor | None,
+    plan: Any,
+    return_lse: bool,
+    *,
+    launch_early: bool = False,
 ) -> None:
     """The output of decode rows that are split, by the definition of a merge, and of those without tokens."""
     slots, heads, dim = num_slots(plan), *out.shape[1:]
