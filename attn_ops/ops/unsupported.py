@@ -114,19 +114,8 @@ UNJOINABLE = "keys and values have too many elements for pages and heads in one 
 CUDA_MLA_PAGE = 64
 """Tokens that a page is a multiple of where TMA loads it for CUDA MLA: those of a KV tile."""
 
-CUDA_MLA_SWAPPED_ROWS = 16
-"""Packed rows of a query tile, up to which MLA swaps its operands."""
-
-CUDA_MLA_KERNELS_BY_TOKENS = (
-    *(("mla_swap_ab", CUDA_MLA_SWAPPED_ROWS, ctas) for ctas in (1, 2)),
-    *(("mla", 64, ctas) for ctas in (1, 2)),
-)
-"""CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit. The plan chooses one.
-
-These also copy KV tiles token by token, by cp.async, from pages of any size."""
-
-CUDA_MLA_KERNELS = (*CUDA_MLA_KERNELS_BY_TOKENS, ("mla", 128, 1))
-"""Those that load KV tiles by TMA. The last one has two CTAs with the same KV tiles, by multicast."""
+CUDA_MLA_SWAPPED_ROWS = (16, 32)
+"""Packed rows of units with swapped operands, the second where a 16-bit cache is copied by tokens."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
@@ -229,14 +218,28 @@ def mla_by_tokens(page_size: int) -> bool:
     return page_size % CUDA_MLA_PAGE != 0
 
 
+def cuda_mla_swapped_rows(fp8: bool, by_tokens: bool) -> tuple[int, ...]:
+    """Packed rows of the units in which CUDA MLA swaps its operands, for an FP8 cache and for one copied by tokens."""
+    return CUDA_MLA_SWAPPED_ROWS if by_tokens and not fp8 else CUDA_MLA_SWAPPED_ROWS[:1]
+
+
+def cuda_mla_kernels(fp8: bool, by_tokens: bool) -> list[tuple[str, int, int]]:
+    """CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit.
+
+    The plan chooses one. In the last one two CTAs share KV tiles, by the multicast of TMA.
+    """
+    sizes = [("mla_swap_ab", rows) for rows in cuda_mla_swapped_rows(fp8, by_tokens)]
+    kernels = [(*size, ctas) for size in (*sizes, ("mla", 64)) for ctas in (1, 2)]
+    return kernels if by_tokens else [*kernels, ("mla", 128, 1)]
+
+
 def cuda_mla(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache, which is converted to it."""
     fp8, by_tokens = p.kv_dtype in FP8, mla_by_tokens(p.page_size)
-    kernels = CUDA_MLA_KERNELS_BY_TOKENS if by_tokens else CUDA_MLA_KERNELS
     return _cuda(
         p,
         "mla",
-        [(*units, p.dtype, fp8, by_tokens) for units in kernels],
+        [(*kernel, p.dtype, fp8, by_tokens) for kernel in cuda_mla_kernels(fp8, by_tokens)],
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             _is_16_bit(p),

@@ -205,7 +205,7 @@ def cluster_splits(
     packed_rows = packed_rows_of_tile(problem)
     if mla_cluster(packed_rows) > 1:
         return 1
-    few = mla_by_tokens(problem.page_size) and packed_rows > CUDA_MLA_SWAPPED_ROWS
+    few = mla_by_tokens(problem.page_size) and packed_rows > CUDA_MLA_SWAPPED_ROWS[-1]
     return 2 if holds((8 if few else 2) * tiles * ctas_of_tile(problem) <= sms) else 1
 
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from attn_ops.gpu import num_sms
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, softmax_scale
 from attn_ops.ops.unsupported import (
-    CUDA_MLA_KERNELS,
-    CUDA_MLA_KERNELS_BY_TOKENS,
     CUDA_MLA_PAGE,
-    CUDA_MLA_SWAPPED_ROWS,
+    cuda_mla_kernels,
+    cuda_mla_swapped_rows,
     mla_by_tokens,
 )
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
@@ -38,10 +37,6 @@ CONVERTER_WARPS = 4
 
 QUERY_BOX_BLOCKS = 4
 """Blocks of 64 latent columns in a box of the queries."""
-
-SWAPPED_PACKED_ROWS = CUDA_MLA_SWAPPED_ROWS
-"""Query tiles of at most so many packed rows run on ``mla_swap_ab.cu``, whose units have as many. 0 for none."""
-
 
 CACHE_STRIDES = ("stride_ckv_page", "stride_ckv_token", "stride_kpe_page", "stride_kpe_token")
 """Parameters of caches that are copied by tokens, in elements."""
@@ -81,11 +76,14 @@ SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
 """Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
 
 
-def swapped_shared_bytes(splits: int) -> int:
-    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, half of a result, what is received, the rest."""
-    sent = (LATENT // 2 + 2 * 32) * 4 if splits > 1 else 0
-    rows = SWAPPED_PACKED_ROWS * (_ROW_BYTES + 2 * TILE + LATENT // 2 * 4 + sent + 32)
-    return 2 * _TILE_BYTES + rows + 512
+def swapped_shared_bytes(packed_rows: int, splits: int) -> int:
+    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, maxima, half of a result, and barriers.
+
+    What the other CTA of a cluster sends takes the memory of half of a result, and more.
+    """
+    result = LATENT // 2 * 4 + (2 * 32 * 4 if splits > 1 else 16)
+    used = 2 * _TILE_BYTES + packed_rows * (_ROW_BYTES + 2 * TILE + 16 + result) + 280
+    return -(-used // 1024) * 1024
 
 
 def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: bool, by_tokens: bool) -> Specialization:
@@ -95,7 +93,8 @@ def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: b
         cluster, warpgroups, shared_bytes = unit_rows // PACKED_ROWS, 3, SHARED_BYTES
         macros["CLUSTER"] = cluster
     else:
-        cluster, warpgroups, shared_bytes = 1, 2, swapped_shared_bytes(splits)
+        cluster, warpgroups, shared_bytes = 1, 2, swapped_shared_bytes(unit_rows, splits)
+        macros["PACKED_ROWS"] = unit_rows
     return Specialization(
         KERNELS[kernel, fp8, by_tokens],
         macros,
@@ -108,7 +107,7 @@ def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: b
 SPECIALIZATIONS = {
     (*one, dtype, *cache): _specialization(*one, number, *cache)
     for cache in itertools.product((False, True), repeat=2)
-    for one in (CUDA_MLA_KERNELS_BY_TOKENS if cache[1] else CUDA_MLA_KERNELS)
+    for one in cuda_mla_kernels(*cache)
     for dtype, number in DTYPES.items()
 }
 """By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, dtype, whether the cache is FP8, and
@@ -128,10 +127,11 @@ class Units(NamedTuple):
         return PACKED_ROWS if self.kernel == "mla" else self.rows
 
 
-def units_of(packed_rows: int, by_tokens: bool = False) -> Units:
+def units_of(packed_rows: int, fp8: bool = False, by_tokens: bool = False) -> Units:
     """Of a work item: one unit of few packed rows, or blocks of as many as a cluster has."""
-    if packed_rows <= SWAPPED_PACKED_ROWS:
-        return Units("mla_swap_ab", SWAPPED_PACKED_ROWS, 1)
+    for rows in cuda_mla_swapped_rows(fp8, by_tokens):
+        if packed_rows <= rows:
+            return Units("mla_swap_ab", rows, 1)
     unit_rows = PACKED_ROWS if by_tokens else mla_cluster(packed_rows) * PACKED_ROWS
     return Units("mla", unit_rows, -(-packed_rows // unit_rows))
 
@@ -182,8 +182,8 @@ def batch_mla(
     out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
     problem, rows, heads = PlanProblem.of(p.problem), q_nope.shape[0], int(q_nope.shape[1])
     by_tokens = mla_by_tokens(problem.page_size)
-    units = units_of(problem.tile_rows * heads, by_tokens)
     sms, fp8 = num_sms(q_nope.device), ckv_cache.dtype in FP8
+    units = units_of(problem.tile_rows * heads, fp8, by_tokens)
     key = units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype, fp8, by_tokens
     specialization = SPECIALIZATIONS[key]
     cluster = specialization.cluster[0]

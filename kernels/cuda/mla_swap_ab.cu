@@ -1,23 +1,23 @@
 // Multi-head latent attention on Hopper for few packed rows: with swapped operands, persistent and warp-specialised,
 // one producer and one consumer warpgroup in each CTA.
 //
-// Compiled for SPLITS (CTAs with the same packed rows: 1 or 2), DTYPE (1 float16, 2 bfloat16), KV_FP8 (1 if the cache
-// is FP8, which is converted to that type) and KV_CP_ASYNC (1 if KV tiles are copied token by token, from pages of any
-// size). The other sizes are parameters, as of `mla.cu`.
+// Compiled for PACKED_ROWS (of a unit, 16 or 32), SPLITS (CTAs with the same packed rows: 1 or 2), DTYPE (1 float16, 2
+// bfloat16), KV_FP8 (1 if the cache is FP8, which is converted to that type) and KV_CP_ASYNC (1 if KV tiles are copied
+// token by token, from pages of any size). The other sizes are parameters, as of `mla.cu`.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and
 // its N is packed rows. So 16 packed rows take a quarter of the products that 64 take, and one warpgroup holds all 512
 // value columns of its rows. A KV tile is both K-major (keys) and MN-major (values) operand A.
 //
-// Packed row p of a work item is query row p / heads of the item and head p % heads. A unit is 16 packed rows of
-// one work item. With SPLITS 2, each CTA of a cluster has half of its KV tiles, and they merge their results
+// Packed row p of a work item is query row p / heads of the item and head p % heads. A unit is PACKED_ROWS packed rows
+// of one work item. With SPLITS 2, each CTA of a cluster has half of its KV tiles, and they merge their results
 // (`mla_merge.cuh`). KV tiles are as in `mla.cu`: 64 tokens of 512 latent and 64 rotary columns.
 //
 // Roles
 // -----
 // warp 0            producer KV: KV tiles, by TMA into two stages
 // warp 1            initialises barriers
-// warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if 16 packed rows are a box of whole query
+// warps 2, 3        producer Q: the queries of the unit. One thread, by TMA, if PACKED_ROWS are a box of whole query
 //                   rows or of heads of one row; otherwise all threads, by cp.async
 // warps 0 to 3      with KV_CP_ASYNC all are producers KV, as in `mla.cu`
 // warpgroup 1       with KV_FP8 the converters: FP8 tiles become 16-bit ones
@@ -28,7 +28,7 @@
 // Schedule
 // --------
 // KV tiles are counted over all units of a CTA. Tile j lies in stage j % 2. A stage has a full barrier for each quarter
-// of the latent columns, and an empty barrier for each half. Below, O^T is the accumulator [512, 16].
+// of the latent columns, and an empty barrier for each half. Below, O^T is the accumulator [512, PACKED_ROWS].
 //
 // prologue
 //     0.  [all]           warp 1 initialises barriers; arrive on the cluster barrier; producers read their first unit,
@@ -55,8 +55,8 @@
 //     7.  [consumer]      arrive on q_empty; sums over the warps
 //     8.  [consumer]      with SPLITS 2, each warp with the same one of the other CTA: expect bytes on merge_full;
 //                         arrive on merge_ready of the partner; wait for merge_ready; send it row_max, row_sum and half
-//                         of the columns of O, into its `merged`, which completes its merge_full; wait for merge_full;
-//                         add what has come
+//                         of the columns of O, into its `results`, which completes its merge_full; wait for merge_full;
+//                         add what has come; wait until all warps have read it
 //     9.  [consumer]      divide by l; store the LSE; 256 columns at a time: O, transposed, to shared memory, and
 //                         from there to global memory, partial results by bulk stores
 //
@@ -88,7 +88,8 @@ namespace attn_ops {
 //     consumer warp. q_full: an arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of
 //     each consumer warp. merge_full, one for each consumer warp: an arrival of the warp, and the bytes from its
 //     partner. merge_ready, one for each consumer warp: an arrival of the partner. Named barrier: the threads of the
-//     consumer, when all have stored maxima or sums, or P, or columns of the result, or have read the latter.
+//     consumer, when all have stored maxima or sums, or P, or columns of the result, or have read the latter or what
+//     the other CTA has sent.
 // Bound by: reading KV from memory.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     const char* q_nope,                            // [rows, heads, 512]
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
     float scale,                                   // of the logits
     int rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head, int64 stride_qb_row, int64 stride_qb_head,  // elements
-    int boxed,                                     // whether a box of the queries' maps is 16 packed rows
+    int boxed,                                     // whether a box of the queries' maps is PACKED_ROWS
     int heads,
 #if KV_CP_ASYNC
     int64 stride_ckv_page, int64 stride_ckv_token, int64 stride_kpe_page, int64 stride_kpe_token,  // elements
@@ -195,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_swap_ab(
 #endif
     const Arguments arguments = {.factor = scale * kLog2e, .results = results, .kv_scale = kv_scale};
     const Merge merge = {
-        .memory = shared_address(shared.merged) + (warp - kFirstConsumerWarp) * kMergeBytes,
+        .memory = shared_address(shared.results) + (warp - kFirstConsumerWarp) * kMergeBytes,
         .full = shared_address(&shared.merge_full[warp - kFirstConsumerWarp]),
         .ready = shared_address(&shared.merge_ready[warp - kFirstConsumerWarp]), .split = split,
     };

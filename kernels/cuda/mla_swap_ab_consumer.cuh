@@ -31,7 +31,7 @@ struct Consumer {
   // Shared-memory addresses, and lower halves of descriptors.
   const uint32 tiles_at = shared_address(shared.kv), full = shared_address(shared.full);
   const uint32 empty = shared_address(shared.empty), p_at = shared_address(shared.p);
-  const uint32 staged = shared_address(shared.staged);
+  const uint32 staged = shared_address(shared.results);
   const uint32 query = lower(k_major(shared_address(shared.query), kGroupBytes));
   const uint32 keys = lower(k_major(tiles_at, kGroupBytes));
   const uint32 values = lower(mn_major(tiles_at, kGroupBytes, kBlockBytes));
@@ -196,8 +196,10 @@ struct Consumer {
     float norm[kOwnRows], sums[kOwnRows];
 #pragma unroll
     for (int j = 0; j < kOwnRows; ++j) sums[j] = sum_of(of_warps(reduced, j));
-    merge.run<kValueBlocks * kPackedRows / 2>([&](int i) -> float& { return output[i / 8][i % 8]; },
-                                              [](int i) { return i % 8 / 4 * 2 + i % 2; }, row_max, sums);
+    constexpr int kNumbers = kPackedRows / 2;  // of a product, in a thread
+    merge.run<kValueBlocks * kNumbers>([&](int i) -> float& { return output[i / kNumbers][i % kNumbers]; },
+                                       [](int i) { return i % kNumbers / 4 * 2 + i % 2; }, row_max, sums);
+    if (SPLITS > 1) sync();  // what has arrived is read
     const int first_column = p.split * kStoredBlocks * 64;
     float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
 #pragma unroll

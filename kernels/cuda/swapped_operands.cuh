@@ -53,15 +53,20 @@ DEVICE float4 of_warps(const float* reduced, int j) {
 DEVICE float max_of(const float4& x) { return fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)); }
 DEVICE float sum_of(const float4& x) { return (x.x + x.y) + (x.z + x.w); }
 
-// P of 64 tokens as the K-major operand [N, 64]. Lanes 8 m to 8 m + 7 have the addresses of the rows of matrix m, which
-// is of packed rows 8 (m / 2) on, and of the first or second 8 tokens of this warp.
+// P of 64 tokens as the K-major operand [N, 64], at most 16 packed rows at a time. Lanes 8 m to 8 m + 7 have the
+// addresses of the rows of matrix m, which is of packed rows 8 (m / 2) on, and of the first or second 8 tokens of this
+// warp.
 template <int N>
 DEVICE void store_probabilities(uint32 to, const float (&p)[N / 2], int warp) {
-  const int lane = threadIdx.x % 32, row = lane / 16 * 8 % N + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-  uint32 words[N / 4];
+  constexpr int kRows = N < 16 ? N : 16;
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 % kRows + lane % 8, chunk = warp * 2 + lane / 8 % 2;
 #pragma unroll
-  for (int m = 0; m < N / 4; ++m) words[m] = pack(p[2 * m], p[2 * m + 1]);
-  store_transposed(to + row * 128 + (chunk ^ lane % 8) * 16, words);
+  for (int first = 0; first < N; first += kRows) {
+    uint32 words[kRows / 4];
+#pragma unroll
+    for (int m = 0; m < kRows / 4; ++m) words[m] = pack(p[first / 2 + 2 * m], p[first / 2 + 2 * m + 1]);
+    store_transposed(to + (first + row) * 128 + (chunk ^ lane % 8) * 16, words);
+  }
 }
 
 // Four numbers of a result, from number `at` on, which is a multiple of 4.

@@ -101,7 +101,8 @@ def test_mla_of_an_fp8_cache(seed: int, case: mla_cases.Mla, splits: list[int]) 
     with host.installed():
         mla_cases.check(case, op=mla_op)
     (name,) = host.launched
-    assert f"KV_FP8=1 SPLITS={splits[-1]}" in name
+    assert "KV_FP8=1" in name
+    assert f"SPLITS={splits[-1]}" in name
 
 
 def by_tokens(*cases: mla_cases.Mla) -> list[mla_cases.Mla]:
@@ -137,7 +138,7 @@ def test_nan_in_an_fp8_cache_stays_nan(dtype: torch.dtype, part: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in SWAPPED if case.name in ("16 heads", "rows of 5")], ids=str)
 def test_mla_without_swapped_operands(case: mla_cases.Mla, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
+    monkeypatch.setattr(mla, "cuda_mla_swapped_rows", lambda *_: ())
     host = Host(sms=4)
     with host.installed():
         mla_cases.check(case, op=mla_op)
@@ -151,6 +152,7 @@ DIVIDED = [
     swapped("16 heads, short", 16, **SHORT, dtype=torch.float16),
     swapped("rows of 5", 5, **ROWS, page_size=192, planner={"tile_rows": 3, "num_ctas": 6}, out_dtype=torch.float32),
     swapped("24 heads", 24, out_dtype=torch.float8_e4m3fn),
+    swapped("rows of 16, two at a time", 16, **ROWS, planner={"tile_rows": 2, "num_ctas": 4}, sm_scale=0.5),
     swapped("64 heads, short", 64, **SHORT),
     swapped("64 heads, row_max rises", 64, sm_scale=0.5),
     swapped("rows of 16", 16, **ROWS, packed=True, page_size=128, planner={"tile_rows": 4, "num_ctas": 2}),
@@ -182,9 +184,10 @@ def test_the_plan_and_the_gpu_decide_how_many_ctas_divide_kv(sms: int, splits: i
 
 
 def test_every_size_of_units_runs() -> None:
-    """Among the cases above, but for those of few packed rows on clusters."""
-    sizes = {mla.units_of(case.heads * case.planner.get("tile_rows", 1))[:2] for case in (*MLA, *SWAPPED)}
-    assert sizes == {one[:2] for one in unsupported.CUDA_MLA_KERNELS}
+    for by_tokens in (False, True):
+        rows = [case.heads * case.planner.get("tile_rows", 1) for case in (*MLA, *SWAPPED)]
+        sizes = {mla.units_of(packed_rows, by_tokens=by_tokens)[:2] for packed_rows in rows}
+        assert sizes == {kernel[:2] for kernel in unsupported.cuda_mla_kernels(False, by_tokens)}
 
 
 def test_swapped_operands_change_the_result_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +198,8 @@ def test_swapped_operands_change_the_result_by_rounding_alone(monkeypatch: pytes
         return outs[-1]
 
     with Host(sms=4).installed():
-        for most in (0, 16):
-            monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", most)
+        for rows in ((), (16,)):
+            monkeypatch.setattr(mla, "cuda_mla_swapped_rows", lambda *_, rows=rows: rows)
             mla_cases.check(swapped("both", 16, out_dtype=torch.float32), op=keep)
     (out, lse), (of_swapped, lse_of_swapped) = outs
     torch.testing.assert_close(of_swapped, out, rtol=2e-2, atol=4e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.options import FP8
 
-SPILL_BYTES, MERGE_SPILL_BYTES = 16, 40
+SPILL_BYTES, MERGE_SPILL_BYTES = 16, 48
 """Of a thread that may be spilled: values needed again after a loop. The latter with an FP8 cache, for a merge."""
 
 
@@ -104,15 +105,21 @@ def test_units_have_the_fewest_rows_and_two_ctas_unless_one_would_have_none(
 
 
 def test_units_without_swapped_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla, "SWAPPED_PACKED_ROWS", 0)
+    monkeypatch.setattr(mla, "cuda_mla_swapped_rows", lambda *_: ())
     assert {mla.units_of(packed_rows) for packed_rows in (1, 16, 64)} == {("mla", 64, 1)}
 
 
 def test_ctas_share_no_tiles_that_are_copied_by_tokens() -> None:
-    assert [mla.units_of(packed_rows, by_tokens=True)[1:] for packed_rows in (16, 64, 128, 150)] == [
-        (mla.SWAPPED_PACKED_ROWS, 1),
-        *((64, blocks) for blocks in (1, 2, 3)),
+    assert [mla.units_of(packed_rows, by_tokens=True)[1:] for packed_rows in (64, 128, 150)] == [
+        (64, blocks) for blocks in (1, 2, 3)
     ]
+
+
+def test_operands_of_32_packed_rows_are_swapped_where_a_16_bit_cache_is_copied_by_tokens() -> None:
+    for fp8, by_tokens in itertools.product((False, True), repeat=2):
+        swapped = [rows for rows in range(1, 65) if mla.units_of(rows, fp8, by_tokens).kernel == "mla_swap_ab"]
+        assert swapped == [*range(1, 33 if by_tokens and not fp8 else 17)]
+    assert [mla.units_of(rows, False, True).rows for rows in (16, 17, 32, 33)] == [16, 32, 32, 64]
 
 
 @needs_nvrtc
@@ -196,7 +203,7 @@ def without_combine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("heads", "tile_rows", "splits", "page_size"),
     [
         *((*sizes, 64) for sizes in ((128, 1, 1), (16, 4, 1), (16, 1, 2), (32, 1, 2), (80, 3, 1), (192, 1, 2))),
-        *((*sizes, 32) for sizes in ((128, 1, 1), (16, 4, 1), (80, 3, 1))),
+        *((*sizes, 32) for sizes in ((128, 1, 1), (16, 4, 1), (80, 3, 1), (32, 1, 2), (64, 1, 2))),
     ],
 )
 def test_a_launch_has_a_cluster_for_each_unit_up_to_the_sms(
