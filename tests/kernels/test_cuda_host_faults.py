@@ -245,6 +245,13 @@ MERGE_FAULTS = {
     ),
 }
 
+SWAPPED_MERGE_FAULTS = {
+    "results are staged over columns that other warps read": Planted(
+        Fault("if (SPLITS > 1) sync();  // what has arrived is read\n", ""), "race"
+    ),
+    "columns are sent over results that bulk stores still read": Planted(Fault("wait_for_bulk_reads();", ""), "race"),
+}
+
 SWAPPED_FAULTS = {
     "maxima are read before all warps have stored them": Planted(
         Fault("sync();  // maxima are stored\n", ""), "race|uninitialised"
@@ -489,6 +496,17 @@ def test_faults_of_merges_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch
     host, case = _faulty(MERGE_FAULTS, name), swapped("faulty", 64, **sizes)
     monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
     noticed = pytest.raises(HostError, match=MERGE_FAULTS[name].message) if name else contextlib.nullcontext()
+    with host.installed(), noticed:
+        mla_cases.check(case, op=mla_op)
+
+
+@pytest.mark.parametrize("name", ["", *SWAPPED_MERGE_FAULTS])
+def test_faults_of_merges_with_swapped_operands_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of clusters with several units, of which some are split."""
+    sizes = {"qo_lens": (1,) * 5, "kv_lens": (700, 70, 70, 130, 70), "planner": {"num_ctas": 4}, "page_size": 3}
+    host, case = _faulty(SWAPPED_MERGE_FAULTS, name), swapped("faulty", 32, **sizes)
+    monkeypatch.setattr(mla, "cluster_splits_of", lambda sms, plan: 2)
+    noticed = pytest.raises(HostError, match=SWAPPED_MERGE_FAULTS[name].message) if name else contextlib.nullcontext()
     with host.installed(), noticed:
         mla_cases.check(case, op=mla_op)
 
