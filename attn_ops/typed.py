@@ -1,7 +1,8 @@
 """Typed errors for arguments of a wrong Python type, by the annotations of the signature.
 
 ``@typed`` stands on every public function and method. It costs nothing in calls that succeed: the annotations are read
-when a call has already failed with an error of Python or of PyTorch, to name the argument that caused it.
+when a call has already failed with an error of Python or of PyTorch, to name the argument that caused it. Errors about
+a page table name the arguments that it was given by.
 """
 
 from __future__ import annotations
@@ -72,6 +73,12 @@ _ABOUT_TYPES = (" of type ", " is None; expected ")
 """Words of messages about the type of an argument."""
 
 
+_TABLE_ARGUMENTS = {
+    name: (f"paged_{name}", name.removeprefix("kv_")) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")
+}
+"""Parts of a page table, and the names that arguments of wrappers and functions have for them."""
+
+
 class _Argument(NamedTuple):
     """An argument, or an element of one, with the annotation that it should satisfy."""
 
@@ -102,7 +109,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except AttnOpsError as raised:
-                error = _renamed(raised, function, args, kwargs)
+                error = _renamed(raised, function, args, kwargs) or _of_caller(raised, function, args)
                 if error is None:
                     raise
             except _RAW_ERRORS as raised:
@@ -157,6 +164,18 @@ def _renamed(
     if not isinstance(raised, ArgumentError) or not (about_type or (" is missing; " in message and not own)):
         return None
     return _type_error(function, args, kwargs, functools.partial(_may_explain, message), message if own else "")
+
+
+def _of_caller(raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any]) -> AttnOpsError | None:
+    """The error of a planner by the names of its caller: of the method, and of the parts of a page table."""
+    message, parameters = str(raised), inspect.signature(function).parameters
+    where = _where(function, args)
+    if where.endswith("Wrapper.plan") and message.startswith("plan: "):
+        message = f"{where}: {message.removeprefix('plan: ')}"
+    for part, names in _TABLE_ARGUMENTS.items():
+        name = next((name for name in names if name in parameters and part not in parameters), part)
+        message = re.sub(rf"(?<!\w){part}(?!\w)", name, message)
+    return None if message == str(raised) else type(raised)(message)
 
 
 def _is_read_later(argument: _Argument) -> bool:

@@ -146,7 +146,7 @@ def test_a_wrong_table_is_refused_as_before() -> None:
     _plan(wrapper, BATCHES[0])
     with pytest.raises(errors.DTypeError, match=r"indptr is float32"):
         wrapper.plan(indptr.float(), indices, last_page_len, *BATCHES[0].sizes)
-    with pytest.raises(errors.ShapeError, match=r"has length 3; expected 4 as kv_indptr has"):
+    with pytest.raises(errors.ShapeError, match=r"has length 3; expected 4 as indptr has"):
         wrapper.plan(indptr, indices, last_page_len[:3], *BATCHES[0].sizes)
     _check(wrapper, BATCHES[0])
 

@@ -285,14 +285,14 @@ CASES: dict[str, Case] = {
             *(t.cpu() for t in R.table[:2]), torch.tensor([17, 1, 1, 1]), *R.sizes
         ),
         errors.PageTableError,
-        "kv_last_page_len[0] is 17; expected 1 to page_size 16",
+        "BatchDecodeWithPagedKVCacheWrapper.plan: last_page_len[0] is 17; expected 1 to page_size 16",
     ),
     "last_page_len beyond every capacity": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
             *(t.cpu() for t in R.table[:2]), torch.tensor([1, 1, 1 << 30, 1]), *R.sizes
         ),
         errors.PageTableError,
-        "kv_last_page_len[2] is 1073741824; expected 1 to page_size 16",
+        "plan: last_page_len[2] is 1073741824; expected 1 to page_size 16",
     ),
     "falling indptr": (
         lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
@@ -304,21 +304,21 @@ CASES: dict[str, Case] = {
     "lengths of tables": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table[:2], R.table[2][1:], *R.sizes),
         errors.ShapeError,
-        "kv_last_page_len has length 3; expected 4",
+        "plan: last_page_len has length 3; expected 4",
     ),
     "float tables": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
             R.table[0].float(), *R.table[1:], *R.sizes
         ),
         errors.DTypeError,
-        "kv_indptr is float32; expected int32 or int64",
+        "plan: indptr is float32; expected int32 or int64",
     ),
     "pages beyond int32": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
             R.table[0].cpu(), R.table[1].cpu().long() + 2**32, R.table[2].cpu(), *R.sizes
         ),
         errors.PageTableError,
-        "kv_indices has a number beyond int32; expected numbers of pages or tokens",
+        "plan: indices has a number beyond int32; expected numbers of pages or tokens",
     ),
     "a mask beyond int32": (
         lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
@@ -365,7 +365,7 @@ CASES: dict[str, Case] = {
         f"{name} of {what}": (
             lambda plan=plan, indptr=indptr, lens=lens: plan(torch.tensor(indptr), torch.tensor(lens)),
             errors.PageTableError,
-            words,
+            words.replace("kv_", "paged_kv_") if name == "prefill" else words,
         )
         for name, plan in (("prefill", listed_prefill), ("MLA", listed_mla), ("attention", listed_attention))
         for what, indptr, lens, words in (
