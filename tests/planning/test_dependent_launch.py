@@ -12,11 +12,11 @@ import attn_ops
 
 pytestmark = pytest.mark.gpu
 
-BATCH, PAGES, REPLAYS = 4, 400, 30
+BATCH, PAGES, REPLAYS, LAYERS = 4, 400, 30, 3
 LENGTHS = ([5, 700, 1, 33], [6000, 0, 100, 2], [64, 0, 0, 0], [400, 1600, 400, 400], [1, 1, 1, 1], [0, 6400, 0, 0])
 
-Step = tuple[Callable[..., object], Callable[[], tuple[Tensor, ...]], int]
-"""``(plan, run, page size)``; ``plan`` takes a page table."""
+Step = tuple[Callable[..., object], Callable[[int], tuple[Tensor, ...]], int]
+"""``(plan, run, page size)``; ``plan`` takes a page table, and ``run`` a layer, which has its own queries."""
 
 
 def random(*shape: int) -> Tensor:
@@ -35,10 +35,10 @@ def reference(op: str, state: tuple[Tensor, ...], *, compiled: bool) -> Callable
 def decode(compiled: bool | None = None, **options: int) -> Step:
     heads = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     planner = attn_ops.DecodePlanner(BATCH, PAGES, page_size=16, device="cuda", **heads, **options)
-    q, cache = random(BATCH, 32, 128), random(2, PAGES, 16, 8, 128)
+    q, cache = random(LAYERS, BATCH, 32, 128), random(2, PAGES, 16, 8, 128)
 
-    def run() -> tuple[Tensor, ...]:
-        return torch.ops.attn.batch_decode(q, *cache, planner.state, planner.workspace, return_lse=True)
+    def run(layer: int) -> tuple[Tensor, ...]:
+        return torch.ops.attn.batch_decode(q[layer], *cache, planner.state, planner.workspace, return_lse=True)
 
     return planner.plan if compiled is None else reference("plan_decode", planner.state, compiled=compiled), run, 16
 
@@ -46,25 +46,30 @@ def decode(compiled: bool | None = None, **options: int) -> Step:
 def prefill() -> Step:
     heads = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     planner = attn_ops.PrefillPlanner(BATCH, BATCH, PAGES, page_size=16, device="cuda", causal=True, **heads)
-    q, cache, qo_indptr = random(BATCH, 32, 128), random(2, PAGES, 16, 8, 128), rows()
+    q, cache, qo_indptr = random(LAYERS, BATCH, 32, 128), random(2, PAGES, 16, 8, 128), rows()
 
-    def run() -> tuple[Tensor, ...]:
-        return torch.ops.attn.batch_prefill(q, *cache, planner.state, planner.workspace, causal=True, return_lse=True)
+    def run(layer: int) -> tuple[Tensor, ...]:
+        options = {"causal": True, "return_lse": True}
+        return torch.ops.attn.batch_prefill(q[layer], *cache, planner.state, planner.workspace, **options)
 
     return lambda *table: planner.plan(qo_indptr, *table), run, 16
 
 
-def mla(compiled: bool | None = None) -> Step:
-    heads = {"num_qo_heads": 128, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512}
-    planner = attn_ops.PrefillPlanner(BATCH, BATCH, PAGES // 4, page_size=64, device="cuda", **heads)
-    q, ckv, kpe, qo_indptr = random(BATCH, 128, 576), random(PAGES // 4, 64, 512), random(PAGES // 4, 64, 64), rows()
-    q_nope, q_pe = q.split((512, 64), -1)
+def mla(heads: int = 128, page_size: int = 64, compiled: bool | None = None) -> Step:
+    sizes = {"num_qo_heads": heads, "num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512, "page_size": page_size}
+    pages = PAGES * 16 // page_size
+    planner = attn_ops.PrefillPlanner(BATCH, BATCH, pages, device="cuda", **sizes)
+    q_nope, q_pe = random(LAYERS, BATCH, heads, 576).split((512, 64), -1)
+    caches = random(pages, page_size, 512), random(pages, page_size, 64)
 
-    def run() -> tuple[Tensor, ...]:
-        return torch.ops.attn.batch_mla(q_nope, q_pe, ckv, kpe, planner.state, planner.workspace, return_lse=True)
+    def run(layer: int) -> tuple[Tensor, ...]:
+        queries = q_nope[layer], q_pe[layer]
+        return torch.ops.attn.batch_mla(*queries, *caches, planner.state, planner.workspace, return_lse=True)
 
-    plan = planner.plan if compiled is None else reference("plan_prefill", planner.state, compiled=compiled)
-    return lambda *table: plan(qo_indptr, *table), run, 64
+    plan, qo_indptr = planner.plan, rows()
+    if compiled is not None:
+        plan = reference("plan_prefill", planner.state, compiled=compiled)
+    return lambda *table: plan(qo_indptr, *table), run, page_size
 
 
 def rows() -> Tensor:
@@ -85,6 +90,8 @@ STEPS: dict[str, Callable[[], Step]] = {
     "fixed": lambda: decode(fixed_split_size=8),
     "prefill": prefill,
     "mla": mla,
+    "mla of 16 heads": lambda: mla(16),
+    "mla of 32 heads, pages of 1": lambda: mla(32, page_size=1),
     "decode, reference": lambda: decode(compiled=False),
     "mla, reference": lambda: mla(compiled=False),
     "decode, compiled reference": lambda: decode(compiled=True),
@@ -93,26 +100,30 @@ STEPS: dict[str, Callable[[], Step]] = {
 
 
 @pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
-def test_plans_and_runs_alternate(make: Callable[[], Step]) -> None:
+def test_plans_and_runs_of_layers_alternate(make: Callable[[], Step]) -> None:
+    """Layers share partial results: no kernel stores its own before the preceding layer has combined them."""
     plan, run, page_size = make()
     tables = [page_table(lengths, page_size, seed) for seed, lengths in enumerate(LENGTHS)]
+    outs: list[tuple[Tensor, ...]] = []
     plan(*tables[0])
-    run()
-    alone, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(alone):
-        result = run()
+    alone, graph = [torch.cuda.CUDAGraph() for _ in range(LAYERS)], torch.cuda.CUDAGraph()
+    for layer, one in enumerate(alone):
+        run(layer)
+        with torch.cuda.graph(one):
+            outs.append(run(layer))
     expected = []
     for table in tables:
         plan(*table)
-        torch.cuda.synchronize()
-        alone.replay()
-        torch.cuda.synchronize()
-        expected.append([t.clone() for t in result])
+        for one, result in zip(alone, outs, strict=True):
+            torch.cuda.synchronize()
+            one.replay()
+            torch.cuda.synchronize()
+            expected.append([t.clone() for t in result])
     with torch.cuda.graph(graph):
         results = []
         for table in tables:
             plan(*table)
-            results.append(run())
+            results += [run(layer) for layer in range(LAYERS)]
     for _ in range(REPLAYS):
         for t in (t for result in results for t in result):
             t.fill_(float("nan"))
