@@ -19,6 +19,7 @@ from attn_ops.kernels.cuda.compile import FOLDER
 from attn_ops.kernels.cuda.kernel import Specialization
 from torch import Tensor
 
+from attn_ops.ops.unsupported import mla_by_tokens
 from benchmarks import report
 from benchmarks.comparison import release_memory
 from benchmarks.prefill_problem import MlaProblem, PrefillProblem
@@ -163,7 +164,8 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 def _roles(kernel: str, row: Any, threads: int) -> str:
     """The name in :data:`ROLES` of a kernel with CTAs of ``threads`` threads."""
     if kernel == "mla":
-        consumers = "mla" if mla.units_of(row.num_heads).kernel == kernel else "mla, one consumer"
+        units = mla.units_of(row.num_heads, row.fp8, mla_by_tokens(row.page_size))
+        consumers = "mla" if units.kernel == kernel else "mla, one consumer"
         return f"{consumers} KV_FP8" if row.fp8 else consumers
     if row.fp8:
         return "prefill" if row.fp8_query else "prefill KV_FP8"

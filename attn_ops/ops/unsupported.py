@@ -226,7 +226,7 @@ def cuda_mla_swapped_rows(fp8: bool, by_tokens: bool) -> tuple[int, ...]:
 def cuda_mla_kernels(fp8: bool, by_tokens: bool) -> list[tuple[str, int, int]]:
     """CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit.
 
-    The plan chooses one. In the last one two CTAs share KV tiles, by the multicast of TMA.
+    The plan chooses one. In ``("mla", 128, 1)`` two CTAs share KV tiles, by the multicast of TMA.
     """
     sizes = [("mla_swap_ab", rows) for rows in cuda_mla_swapped_rows(fp8, by_tokens)]
     kernels = [(*size, ctas) for size in (*sizes, ("mla", 64)) for ctas in (1, 2)]

@@ -41,7 +41,7 @@ PACKED_ROWS = (MIN_PACKED_ROWS, 128, MAX_PACKED_ROWS)
 """Packed rows of query tiles by default: the fewest that hold a request, or the most."""
 
 MLA_PACKED_ROWS = (16, 32, *PACKED_ROWS)
-"""The same for heads above :data:`LARGE_HEAD_DIM`. A unit of ``cuda.mla`` for few heads has 16."""
+"""The same for heads above :data:`LARGE_HEAD_DIM`. Units of ``mla_swap_ab.cu`` have 16 or 32."""
 
 THREE_CONSUMERS_PACKED_ROWS = (MIN_PACKED_ROWS, 192, 384)
 """The same for heads of :data:`THREE_CONSUMERS_HEAD_DIM` on Hopper."""
@@ -194,18 +194,18 @@ def cluster_splits(
 
     ``holds`` decides on symbolic sizes.
 
-    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
-    an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one.
-    With KV tiles that are copied token by token, ``mla.cu`` has them for a quarter of the tiles: the warps that copy
-    also load the queries of the next unit, when the merge has released their memory.
+    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles by multicast: of
+    clusters of four, an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split
+    size has one. With KV tiles that are copied token by token, more than 32 packed rows have clusters for a quarter of
+    the tiles: the warps that copy also load the queries of the next unit, when the merge has released their memory.
     """
     is_cuda_mla = problem.head_dims == MLA_HEAD_DIMS and problem.num_kv_heads == 1
     if not is_cuda_mla or problem.split or problem.window:
         return 1
-    packed_rows = packed_rows_of_tile(problem)
-    if mla_cluster(packed_rows) > 1:
+    packed_rows, by_tokens = packed_rows_of_tile(problem), mla_by_tokens(problem.page_size)
+    if not by_tokens and mla_cluster(packed_rows) > 1:
         return 1
-    few = mla_by_tokens(problem.page_size) and packed_rows > CUDA_MLA_SWAPPED_ROWS[-1]
+    few = by_tokens and packed_rows > CUDA_MLA_SWAPPED_ROWS[-1]
     return 2 if holds((8 if few else 2) * tiles * ctas_of_tile(problem) <= sms) else 1
 
 

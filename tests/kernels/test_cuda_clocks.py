@@ -30,6 +30,15 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize("row", clocks.MLA_ROWS, ids=lambda row: row.name)
+def test_every_row_of_mla_has_the_roles_of_its_kernel(row: Any) -> None:
+    by_tokens = row.page_size % mla.TILE != 0
+    units = mla.units_of(row.num_heads, row.fp8, by_tokens)
+    one = mla.SPECIALIZATIONS[units.kernel, units.rows, 1, torch.bfloat16, row.fp8, by_tokens]
+    roles = clocks.ROLES[clocks._roles("mla", row, one.threads)]
+    assert sorted(warp for warps in roles.values() for warp in warps)[-1] < one.threads // 32
+
+
 PHASES = {
     "producer": {"Prologue", "Schedule", "WaitEmpty", "Issue"},
     "converter": {"Prologue", "WaitKeys", "WaitEmpty", "Issue"},
