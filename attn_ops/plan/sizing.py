@@ -14,12 +14,7 @@ from torch import Tensor
 
 from attn_ops.gpu import HOPPER, hopper_sms, is_hopper, properties
 from attn_ops.ops.options import MLA_HEAD_DIMS
-from attn_ops.ops.unsupported import (
-    CUDA_MLA_SWAPPED_ROWS,
-    CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
-    has_cuda_decode,
-    mla_by_tokens,
-)
+from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, has_cuda_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,
@@ -63,6 +58,9 @@ With fewer units more SMs are idle in the last wave. A unit of few rows, as of d
 
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
+
+MIN_PERCENT_IN_CLUSTERS = 85
+"""SMs that clusters that divide KV use at least, of those that single CTAs would use. They save partial results."""
 
 SMALL_HEAD_DIM = 128
 """Head dim of values up to which a prefill plan has capacity for two splits of each query tile of a wave."""
@@ -194,19 +192,23 @@ def cluster_splits(
 
     ``holds`` decides on symbolic sizes.
 
-    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles by multicast: of
-    clusters of four, an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split
-    size has one. With KV tiles that are copied token by token, more than 32 packed rows have clusters for a quarter of
-    the tiles: the warps that copy also load the queries of the next unit, when the merge has released their memory.
+    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
+    an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one.
+    Nor has a batch whose tiles leave SMs idle in clusters: 40 tiles run as 40 clusters in place of 120 CTAs. A graph
+    for any number of tiles does not know this.
     """
     is_cuda_mla = problem.head_dims == MLA_HEAD_DIMS and problem.num_kv_heads == 1
-    if not is_cuda_mla or problem.split or problem.window:
+    if not is_cuda_mla or problem.split or problem.window or mla_cluster(packed_rows_of_tile(problem)) > 1:
         return 1
-    packed_rows, by_tokens = packed_rows_of_tile(problem), mla_by_tokens(problem.page_size)
-    if not by_tokens and mla_cluster(packed_rows) > 1:
+    if not holds(2 * tiles * ctas_of_tile(problem) <= sms):
         return 1
-    few = by_tokens and packed_rows > CUDA_MLA_SWAPPED_ROWS[-1]
-    return 2 if holds((8 if few else 2) * tiles * ctas_of_tile(problem) <= sms) else 1
+    of_clusters, of_ctas = (_splits_at_a_time(sms // ctas, problem, tiles) for ctas in (2, 1))
+    return 1 if statically_known_true(200 * of_clusters < MIN_PERCENT_IN_CLUSTERS * of_ctas) else 2
+
+
+def _splits_at_a_time(clusters: int, problem: PlanProblem, tiles: int) -> int:
+    """Splits of each query tile that a plan with the default of ``max_splits`` has run at the same time."""
+    return tiles_per_wave(problem, _default_splits(problem, clusters // ctas_of_tile(problem))) // max(tiles, 1)
 
 
 def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
@@ -247,7 +249,12 @@ def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | Non
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
     if tiles is not None and hopper:
         resident_ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles, decide)
-    resident = max(1, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+    return _default_splits(problem, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+
+
+def _default_splits(problem: PlanProblem, resident: int) -> int:
+    """Splits of a plan whose device computes ``resident`` query tiles at a time, one or more."""
+    resident = max(1, resident)
     return 2 * resident if problem.head_dim_vo <= SMALL_HEAD_DIM else max(2, 3 * resident // 4 * 2)
 
 

@@ -213,8 +213,12 @@ HOPPER = SimpleNamespace(multi_processor_count=132, major=9)
 
 CLUSTERS = {
     "1 request, 16 heads": ((16, 1), (1, 1), 2, 65),
-    "66 requests of 64 heads": ((64, 1), (66, 66), 2, 65),
-    "67 requests of 64 heads": ((64, 1), (67, 67), 1, 132),
+    "65 requests of 64 heads": ((64, 1), (65, 65), 2, 65),
+    "66 requests of 64 heads": ((64, 1), (66, 66), 1, 132),
+    "32 requests of 16 heads": ((16, 1), (32, 32), 2, 65),
+    "33 requests of 16 heads": ((16, 1), (33, 33), 1, 132),
+    "40 requests of 64 heads": ((64, 1), (40, 40), 1, 132),
+    "24 requests of 32 heads": ((32, 1), (24, 24), 1, 132),
     "1 request, 128 heads": ((128, 1), (1, 1), 1, 65),
     "1 request of 2000 rows": ((16, 4), (1, 2000), 1, 132),
     "8 requests of 4 rows": ((16, 4), (8, 32), 2, 65),
@@ -223,11 +227,12 @@ CLUSTERS = {
 """Heads and rows of a query tile, requests and query rows; then CTAs that divide KV, and tiles computed at a time."""
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_clusters_divide_the_kv_of_few_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_divide_the_kv_of_few_tiles(name: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (heads, tile_rows), (batch, rows), splits, wave = CLUSTERS[name]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: HOPPER)
-    problem = PlanProblem(64, heads, 1, 576, 512, 1000, tile_rows)
+    problem = PlanProblem(page_size, heads, 1, 576, 512, 1000, tile_rows)
     max_splits = sizing.splits_per_head(torch.device("cuda"), problem, sizing.most_tiles(problem, batch, rows))
     assert sizing.tiles_per_wave(problem, max_splits) == wave
     assert (
@@ -247,14 +252,6 @@ def test_kernels_have_the_clusters_that_a_plan_is_made_for(sms: int, monkeypatch
             max_splits = sizing.splits_per_head(torch.device("cuda"), problem, tiles)
             plan = allocate_prefill(problem, batch, batch, 9, torch.device("meta"), max_splits)
             assert sizing.cluster_splits_of(sms, plan) == expected
-
-
-@pytest.mark.parametrize(("heads", "divided"), [(16, 66), (32, 66), (64, 16), (128, 8)])
-def test_clusters_divide_the_kv_of_fewer_tiles_if_tokens_are_copied(heads: int, divided: int) -> None:
-    problem = PlanProblem(1, heads, 1, 576, 512, 1000, 1)
-    assert [tiles for tiles in range(1, 100) if sizing.cluster_splits(132, problem, tiles) == 2] == [
-        *range(1, divided + 1)
-    ]
 
 
 UNDIVIDED: dict[str, dict[str, int]] = {

@@ -475,7 +475,7 @@ def test_compiled_mla_calls_of_any_batch_have_the_splits_of_eager_ones(monkeypat
         return q.new_zeros(sizing.splits_per_head(torch.device("cuda"), problem, tiles))
 
     compiled = torch.compile(step, backend="eager", dynamic=True, fullgraph=True)
-    for batch, splits in ((2, 98), (128, 198), (66, 98), (67, 198)):
+    for batch, splits in ((2, 98), (128, 198), (65, 98), (67, 198)):
         with torch.compiler.set_stance("default" if batch in (2, 128) else "fail_on_recompile"):
             assert step(torch.empty(batch)).shape == compiled(torch.empty(batch)).shape == (splits,)
 
