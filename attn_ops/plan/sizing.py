@@ -60,7 +60,7 @@ LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
 MIN_PERCENT_IN_CLUSTERS = 85
-"""SMs that clusters that divide KV use at least, of those that single CTAs would use. They save partial results."""
+"""SMs that clusters dividing KV use at least, of those that single CTAs would use. They save partial results."""
 
 SMALL_HEAD_DIM = 128
 """Head dim of values up to which a prefill plan has capacity for two splits of each query tile of a wave."""
@@ -193,9 +193,9 @@ def cluster_splits(
     ``holds`` decides on symbolic sizes.
 
     Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
-    an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one.
-    Nor has a batch whose tiles leave SMs idle in clusters: 40 tiles run as 40 clusters in place of 120 CTAs. A graph
-    for any number of tiles does not know this.
+    an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one. So
+    has a number of tiles that leaves SMs idle in clusters, as 40 clusters in place of 120 CTAs; a graph for any number
+    of tiles does not know this.
     """
     is_cuda_mla = problem.head_dims == MLA_HEAD_DIMS and problem.num_kv_heads == 1
     if not is_cuda_mla or problem.split or problem.window or mla_cluster(packed_rows_of_tile(problem)) > 1:
