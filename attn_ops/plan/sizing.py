@@ -59,8 +59,8 @@ With fewer units more SMs are idle in the last wave. A unit of few rows, as of d
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
-MIN_PERCENT_IN_CLUSTERS = 85
-"""SMs that clusters dividing KV use at least, of those that single CTAs would use. They save partial results."""
+MIN_CLUSTER_SMS_PERCENT = 85
+"""Clusters divide KV if they use so many of the SMs that single CTAs would use. They save partial results."""
 
 SMALL_HEAD_DIM = 128
 """Head dim of values up to which a prefill plan has capacity for two splits of each query tile of a wave."""
@@ -203,12 +203,13 @@ def cluster_splits(
     if not holds(2 * tiles * ctas_of_tile(problem) <= sms):
         return 1
     of_clusters, of_ctas = (_splits_at_a_time(sms // ctas, problem, tiles) for ctas in (2, 1))
-    return 1 if statically_known_true(200 * of_clusters < MIN_PERCENT_IN_CLUSTERS * of_ctas) else 2
+    leaves_sms_idle = statically_known_true(100 * 2 * of_clusters < MIN_CLUSTER_SMS_PERCENT * of_ctas)
+    return 1 if leaves_sms_idle else 2
 
 
-def _splits_at_a_time(clusters: int, problem: PlanProblem, tiles: int) -> int:
-    """Splits of each query tile that a plan with the default of ``max_splits`` has run at the same time."""
-    return tiles_per_wave(problem, _default_splits(problem, clusters // ctas_of_tile(problem))) // max(tiles, 1)
+def _splits_at_a_time(resident: int, problem: PlanProblem, tiles: int) -> int:
+    """Splits of each query tile that ``resident`` CTAs or clusters compute at a time, by the default of max_splits."""
+    return tiles_per_wave(problem, _default_splits(problem, resident // ctas_of_tile(problem))) // max(tiles, 1)
 
 
 def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:

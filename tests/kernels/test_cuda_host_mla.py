@@ -184,10 +184,10 @@ def test_the_plan_and_the_gpu_decide_how_many_ctas_divide_kv(sms: int, splits: i
 
 
 def test_every_size_of_units_runs() -> None:
-    for by_tokens in (False, True):
-        rows = [case.heads * case.planner.get("tile_rows", 1) for case in (*MLA, *SWAPPED)]
-        sizes = {mla.units_of(packed_rows, by_tokens=by_tokens)[:2] for packed_rows in rows}
-        assert sizes == {kernel[:2] for kernel in unsupported.cuda_mla_kernels(False, by_tokens)}
+    rows = [case.heads * case.planner.get("tile_rows", 1) for case in (*MLA, *SWAPPED)]
+    for copied in (False, True):
+        sizes = {mla.units_of(packed_rows, by_tokens=copied)[:2] for packed_rows in rows}
+        assert sizes == {kernel[:2] for kernel in unsupported.cuda_mla_kernels(False, copied)}
 
 
 def test_swapped_operands_change_the_result_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
