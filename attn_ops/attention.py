@@ -15,6 +15,7 @@ from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper
 from attn_ops.frontend.plan_spec import prefill_spec
+from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale
 from attn_ops.plan.page_table import PageTable, by_length, index
@@ -71,12 +72,13 @@ class BatchAttention(PagedWrapper):
         required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
         pages = by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)
         pages = pages._replace(qo_indptr=index(where, "qo_indptr", qo_indptr))
-        plan = self._prepare(where, "batch_prefill", pages, spec, options)
+        batch = Batch("batch_prefill", pages, spec, options)
+        plan = self._prepare(where, batch)
         if page_size == 1 or not torch.equal(kv_indptr.cpu().long().diff(), kv_len_arr.cpu().long()):
             return plan.with_state(_by_token=None)
         tokens = PageTable.of(where, kv_indptr, kv_indices, torch.ones_like(kv_indptr[1:]), qo_indptr)
         by_token = PagedWrapper(None, self._kv_layout, device=self.device)
-        by_token_plan = by_token._prepare(where, "batch_prefill", tokens, spec._replace(page_size=1), options)
+        by_token_plan = by_token._prepare(where, batch._replace(table=tokens, spec=spec._replace(page_size=1)))
         return plan.with_state(by_token_plan, _by_token=by_token)
 
     begin_forward = plan = committing(prepare_plan)

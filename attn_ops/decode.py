@@ -125,7 +125,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         use_cuda_graph: the three buffers, int32, become the plan's memory. The batch size is then fixed, by
             ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and
             ``paged_kv_indices_buffer`` bounds the pages. Without it the buffers have no effect.
-        use_tensor_cores, backend: no effect on results (:mod:`attn_ops.frontend.policy`).
+        use_tensor_cores, backend: no effect on results (:mod:`attn_ops.policy`).
         jit_args: those of the variant AttentionSink, by which run() takes ``sinks, sm_scale`` by position.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_decode`` node. The plan's tensors keep
@@ -241,7 +241,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
                 f"{self._q_len_per_req} as in the first plan, in CUDA-graph mode",
                 "make a wrapper for each number of rows",
             )
-        return self._prepare(where, *batch).with_state(_q_len_per_req=q_len_per_req)
+        return self._prepare(where, batch).with_state(_q_len_per_req=q_len_per_req)
 
     begin_forward = plan = committing(prepare_plan)
 
@@ -332,7 +332,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self._sizes(*batch)
+        return self._sizes(where, batch)
 
     @typed
     @prepared

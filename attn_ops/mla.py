@@ -30,6 +30,7 @@ from attn_ops.frontend.kv_cache import PagedCache, latent
 from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_by_ratio
 from attn_ops.frontend.one_shot import TableNames, block_table, check_host_pages, latent_call, lengths
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec
+from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import RunWithLse
@@ -73,7 +74,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             ``kv_indptr [batch + 1]`` and ``kv_indices [max_pages]`` decide its capacity, and may hold the page
             table for plan(), which does not write them. The batch size is fixed. Without it they have no effect.
         kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
-        backend: no effect on results (:mod:`attn_ops.frontend.policy`).
+        backend: no effect on results (:mod:`attn_ops.policy`).
     """
 
     _kv_indptr_buf, _kv_indices_buf, _kv_len_arr_buf = buffer("kv_indptr"), buffer("kv_indices"), buffer("kv_len")
@@ -183,7 +184,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             as_dtype(where, "kv_data_type", kv_data_type)  # refuses what is no dtype
         options = bounded(where, AttentionOptions(sm_scale=scale, causal=spec.causal))
         table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
-        plan = self._prepare(where, "batch_mla", table, spec, options, dtypes)
+        plan = self._prepare(where, Batch("batch_mla", table, spec, options, dtypes))
         return plan.with_state(_lse_base=LSE_MODES[lse_mode], _output_dtype=out)
 
     begin_forward = plan = committing(prepare_plan)

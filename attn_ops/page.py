@@ -8,10 +8,9 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, DeviceError, PageTableError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
-from attn_ops.frontend.outputs import refuse_overlap
 from attn_ops.plan.page_table import INT32_MAX, index, seen
 from attn_ops.plan.page_table_checks import check_indptr
-from attn_ops.typed import integers, typed
+from attn_ops.typed import check_no_overlap, integers, typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
@@ -54,7 +53,7 @@ def get_batch_indices_positions(
         if buffer.is_meta and not indptr.is_meta:
             expected = f"{indptr.device}, where append_indptr is"
             fail(DeviceError, where, f"{name} is on meta, without contents", expected, "move it")
-        refuse_overlap(where, name, buffer)
+        check_no_overlap(where, name, buffer, f"or pass no {name}")
     first, second = (t if buffer is None else buffer.copy_(t) for t, buffer in zip(found, given.values(), strict=True))
     return first, second
 

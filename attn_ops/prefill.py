@@ -35,6 +35,7 @@ from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
+from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_ops.frontend.scales import Scale, ScaleFactors
@@ -153,7 +154,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
             the first plan's query rows are the most. Without it the buffers have no effect.
         backend: ``"cudnn"`` takes caches ``[pages, num_kv_heads, page_size, head_dim]`` whatever ``kv_layout`` says, as
-            FlashInfer's does. Otherwise no effect on results (:mod:`attn_ops.frontend.policy`), as mask_indptr_buf
+            FlashInfer's does. Otherwise no effect on results (:mod:`attn_ops.policy`), as mask_indptr_buf
             (``qk_indptr_buf`` in 0.2), jit_kwargs and variant_owns_mask.
         jit_args: as for decoding.
 
@@ -272,12 +273,11 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         qo_indptr = self._rows(qo_indptr, seq_lens if seq_lens_q is None else seq_lens_q, spec)
         table = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
         split = splitting(where, fixed_split_size, disable_split_kv)
+        spec = spec._replace(causal=causal, window_left=window_left, window_right=window_right, **split)
+        dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
         return self._prepare_prefill(
             where,
-            "batch_prefill",
-            table,
-            spec._replace(causal=causal, window_left=window_left, window_right=window_right, **split),
-            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            Batch("batch_prefill", table, spec, dtypes=dtypes),
             (custom_mask, packed_custom_mask),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len),
             pos_encoding_mode=pos_encoding_mode,
@@ -337,7 +337,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         )
         qo_lens = given.get("seq_lens") if given.get("seq_lens_q") is None else given["seq_lens_q"]
         table = PageTable.of(where, *tables[1:], self._rows(qo_indptr, qo_lens, spec))
-        return self._sizes("batch_prefill", table, spec, AttentionOptions(causal=spec.causal), None)
+        return self._sizes(where, Batch("batch_prefill", table, spec, AttentionOptions(causal=spec.causal)))
 
     @typed
     @prepared

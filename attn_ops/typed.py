@@ -30,7 +30,8 @@ from attn_ops.errors import (
     dtype_name,
     fail,
 )
-from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
+from attn_ops.policy import NO_EFFECT, UNSUPPORTED
+from attn_ops.symbolic_sizes import overlapping_dim
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,6 +153,22 @@ def check_real(where: str, name: str, t: Tensor) -> None:
     """Refuse a complex tensor, of which conversions to real dtypes drop a part."""
     if t.is_complex():
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "a tensor of real numbers", f"convert {name}")
+
+
+def check_no_overlap(where: str, name: str, t: Tensor, otherwise: str) -> None:
+    """Refuse a tensor that is written and whose elements share memory, as those of an expanded tensor do.
+
+    ``otherwise`` ends the advice.
+    """
+    dim = overlapping_dim(t)
+    if dim is not None:
+        fail(
+            ShapeError,
+            where,
+            f"{name} is written and its elements overlap, with stride {int(t.stride(dim))} in dimension {dim}",
+            "memory of its own for each element",
+            f"use {name}.contiguous(), {otherwise}",
+        )
 
 
 def _renamed(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
     DeviceError,
     DTypeError,
-    GradientError,
     OptionError,
     ShapeError,
     UnsupportedError,
@@ -21,10 +21,10 @@ from attn_ops.errors import (
     fail,
     shape_of,
 )
-from attn_ops.frontend.policy import NEGLIGIBLE, UNSUPPORTED
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, seen
+from attn_ops.policy import FLASHINFER, Policy
 from attn_ops.typed import integers
 
 DType = str | torch.dtype
@@ -119,13 +119,6 @@ def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:
     return t
 
 
-def refuse_grad(where: str, name: str, t: Tensor) -> None:
-    """Refuse a tensor that requires grad, where grad mode is on: the ops have no backward."""
-    if t.requires_grad and torch.is_grad_enabled():
-        fix = f"call under torch.no_grad() or detach {name}"
-        fail(GradientError, where, f"{name} requires grad", "inference, there is no backward", fix)
-
-
 def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
     """``t`` has as many dimensions as ``dims`` names, such as ``"[rows, heads, head_dim]"``."""
     if t.dim() != dims.count(",") + 1:
@@ -181,24 +174,13 @@ def check_dtypes(where: str, query: Tensor, *caches: Tensor) -> None:
             fail(DTypeError, where, f"kv_cache is {name} and query {names[0]}", expected, "convert one of the two")
 
 
-def refuse(where: str, **arguments: Any) -> None:
-    """Raise for an argument of :data:`~attn_ops.frontend.policy.UNSUPPORTED` that would change the result."""
-    for name in arguments:
-        most, value = NEGLIGIBLE.get(name), arguments[name]
-        if most is not None and isinstance(value, float) and 0 <= value <= most:
-            arguments = {**arguments, name: None}
-    refuse_listed(where, UNSUPPORTED, arguments)
-
-
-def refuse_listed(where: str, table: Mapping[str, tuple[tuple[Any, ...], str]], arguments: Mapping[str, Any]) -> None:
-    """Raise for an argument that would change the result, by ``table``: name -> (values that change nothing, reason).
-
-    None changes nothing.
-    """
+def refuse(where: str, policy: Policy = FLASHINFER, /, **arguments: Any) -> None:
+    """Raise for an argument of ``policy.unsupported`` that would change the result."""
     for name, value in arguments.items():
-        if value is None:
+        most = policy.negligible.get(name)
+        if value is None or (most is not None and isinstance(value, float) and 0 <= value <= most):
             continue
-        neutral, reason = table[name]
+        neutral, reason = policy.unsupported[name]
         # By ==: Dynamo does not find a traced float in a tuple by `in`.
         if isinstance(value, Tensor) or not any(value == none for none in neutral):
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
@@ -224,7 +206,7 @@ def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") 
     if not isinstance(sinks, Tensor):
         fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
     given_tensor(where, name, sinks, device)
-    refuse_grad(where, name, sinks)
+    check_no_grad(where, **{name: sinks})
     if sinks.dim() == 2:
         sinks = sinks.flatten()
     if sinks.is_complex():

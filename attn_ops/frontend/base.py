@@ -17,30 +17,27 @@ from attn_ops.eager.startup import prepare
 from attn_ops.errors import CapacityError, DeviceError, PlanError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import (
-    DTypes,
     as_sinks,
     attention_options,
     layout,
     own_backend,
     positional,
-    positive,
     refuse,
 )
 from attn_ops.frontend.call_plans import problem_of
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.planned_batch import PlannedBatch, RowsOfCall
+from attn_ops.frontend.planned_batch import Batch, PlannedBatch, RowsOfCall
 from attn_ops.frontend.prepared_plan import PreparedPlan, RepeatablePlan
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
-from attn_ops.ops.options import FP8, OP_OPTIONS, AttentionOptions, bounded
+from attn_ops.ops.options import FP8, OP_OPTIONS, bounded
 from attn_ops.plan.page_table import BatchSize, PageTable
-from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits, power_of_two_from
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
-from attn_ops.typed import flags, typed
+from attn_ops.typed import typed
 
 SCALES_BY_POSITION = ("k_scale", "v_scale")
 SINK_BY_POSITION = ("sinks", "sm_scale")
@@ -214,69 +211,58 @@ class Wrapper:
     def _prepare(
         self,
         where: str,
-        op: str,
-        table: PageTable,
-        spec: PlanSpec,
-        options: AttentionOptions,
-        dtypes: DTypes | None = None,
+        batch: Batch,
         *,
         custom_mask: Tensor | None = None,
         packed_custom_mask: Tensor | None = None,
     ) -> PreparedPlan:
         """Check a batch and allocate its plan. Nothing of the wrapper changes before the commit."""
-        sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
-        positive(where, **{size: getattr(spec, size) for size in sizes})
-        check_groups(where, spec.num_qo_heads, spec.num_kv_heads)
-        flags(where, causal=options.causal)  # which a mask takes the place of, and no other check reads then
+        batch.check(where)
         mask = None
         if custom_mask is not None or packed_custom_mask is not None:
-            lengths = table.lengths(spec.page_size)
+            lengths = batch.table.lengths(batch.spec.page_size)
             exact = self._graph is None  # engines capture several batch sizes with one mask
             mask = masks.packed_mask(where, custom_mask, packed_custom_mask, *lengths, self.device, exact)
-            spec = spec._replace(causal=False)
-        table, size, fixed = self._size(op, table, spec, options, dtypes)
+            batch = batch._replace(spec=batch.spec._replace(causal=False))
+        batch, size, fixed = self._size(batch)
         if self._graph is not None and fixed is not None:
             self._graph.check(where, size, fixed, mask)
-        sized = self._resizable.prepare(spec, size, table, fixed)
+        sized = self._resizable.prepare(batch.spec, size, batch.table, fixed)
         workspace = sized.planner.workspace
         if self._workspace is not None:
             workspace = self._workspace_for(where, sized.planner.state, self._workspace)
-        return PreparedPlan(self, op, table, size, sized, workspace, options, dtypes, mask)
+        return PreparedPlan(self, batch, size, sized, workspace, mask)
 
     def _prepare_prefill(
         self,
         where: str,
-        op: str,
-        table: PageTable,
-        spec: PlanSpec,
-        dtypes: DTypes,
+        batch: Batch,
         custom_masks: tuple[Tensor | None, Tensor | None],
         items: tuple[Tensor | None, Tensor | None, int],
         **options: Any,
     ) -> PreparedPlan:
         """:meth:`_prepare` of a prefill with masks and options as plan() takes them.
 
-        ``custom_masks`` are the custom mask and the packed one, ``items`` the first arguments of
-        :func:`masks.multi_item_mask`, and ``options`` those of :func:`attention_options`.
+        ``batch`` is without options, ``custom_masks`` are the custom mask and the packed one, ``items`` the first
+        arguments of :func:`masks.multi_item_mask`, and ``options`` those of :func:`attention_options`.
         """
-        custom_mask = masks.multi_item_mask(where, *items, custom_masks, table, spec.page_size, self.device)
-        given = attention_options(where, **options)._replace(causal=spec.causal)
-        return self._prepare(
-            where, op, table, spec, given, dtypes, custom_mask=custom_mask, packed_custom_mask=custom_masks[1]
-        )
+        page_size = batch.spec.page_size
+        custom_mask = masks.multi_item_mask(where, *items, custom_masks, batch.table, page_size, self.device)
+        batch = batch._replace(options=attention_options(where, **options)._replace(causal=batch.spec.causal))
+        return self._prepare(where, batch, custom_mask=custom_mask, packed_custom_mask=custom_masks[1])
 
     def _commit(self, prepared: PreparedPlan) -> None:
-        spec, size = prepared.sized.spec, prepared.size
+        batch, spec, size = prepared.batch, prepared.sized.spec, prepared.size
         mask = None if prepared.mask is None else self._hold_mask(prepared.mask)
-        self._write(prepared.sized, prepared.table, prepared.state)
+        self._write(prepared.sized, batch.table, prepared.state)
         earlier = self._planned
         self._planned = PlannedBatch(
-            op=prepared.op,
+            op=batch.op,
             plan=prepared.sized.planner.state,
             workspace=prepared.workspace,
             spec=spec,
-            options=prepared.options._replace(mask=mask),
-            dtypes=prepared.dtypes,
+            options=batch.options._replace(mask=mask),
+            dtypes=batch.dtypes,
             rows=mark_dynamic_rows(torch.empty(size.rows, 0, device=self.device)),
             exact=self._graph is None,
             keys=None if spec.paged else mark_dynamic_rows(torch.empty(size.keys, 0, device=self.device)),
@@ -292,21 +278,22 @@ class Wrapper:
         for name, value in state.items():
             setattr(self, name, value)
 
-    def _size(
-        self, op: str, table: PageTable, spec: PlanSpec, options: AttentionOptions, dtypes: DTypes | None
-    ) -> tuple[PageTable, BatchSize, BatchSize | None]:
-        """The table and the size of a batch, and the capacity of its plan where the buffers of a CUDA graph fix it."""
-        bounded = self._sized_by_shapes(op, table, spec, options, dtypes)
-        table, size = table.bounded() if bounded else measured(table, spec)
-        if self._graph is None:
-            return table, size, None
-        held = self._resizable.held
-        return table, size, self._graph.capacity(spec.page_size, size if held is None else held.capacity)
+    def _size(self, batch: Batch) -> tuple[Batch, BatchSize, BatchSize | None]:
+        """The batch, its size, and the capacity of its plan where the buffers of a CUDA graph fix it.
 
-    def _sized_by_shapes(
-        self, op: str, table: PageTable, spec: PlanSpec, options: AttentionOptions, dtypes: DTypes | None
-    ) -> bool:
+        Its table is on the device of the lengths that were read.
+        """
+        bounded = self._sized_by_shapes(batch)
+        table, size = batch.table.bounded() if bounded else measured(batch.table, batch.spec)
+        batch = batch._replace(table=table)
+        if self._graph is None:
+            return batch, size, None
+        held = self._resizable.held
+        return batch, size, self._graph.capacity(batch.spec.page_size, size if held is None else held.capacity)
+
+    def _sized_by_shapes(self, batch: Batch) -> bool:
         """Whether the size of a batch is that of its shapes: of decode on CUDA, if no work depends on the capacity."""
+        op, table, spec, options, dtypes = batch
         if not spec.decode or not table.kv_indptr.is_cuda or dtypes is None:
             return False
         problem = backends.Problem(

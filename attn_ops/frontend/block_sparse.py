@@ -63,7 +63,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
 
     Args:
         float_workspace_buffer: scratch memory on the device of the query, any dtype.
-        backend: no effect on results (:mod:`attn_ops.frontend.policy`).
+        backend: no effect on results (:mod:`attn_ops.policy`).
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.block_sparse_prefill`` node.
     """

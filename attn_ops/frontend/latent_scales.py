@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
-from attn_ops.frontend.arguments import computed_dtype, finite, ranked, refuse_grad
+from attn_ops.frontend.arguments import computed_dtype, finite, ranked
 from attn_ops.ops.options import FP8
 
 SCALE_GROUP = 128
@@ -65,7 +66,7 @@ class GroupScales(NamedTuple):
         if ckv_scale_arr.device != ckv_cache.device:
             on = ckv_scale_arr.device
             fail(DeviceError, where, f"ckv_scale_arr is on {on}", f"{ckv_cache.device}, where the cache is", "move it")
-        refuse_grad(where, "ckv_scale_arr", ckv_scale_arr)
+        check_no_grad(where, ckv_scale_arr=ckv_scale_arr)
         return cls(ckv_scale_arr, 1.0 if kpe_scale is None else kpe_scale)
 
     def dequantize(

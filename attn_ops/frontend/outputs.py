@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.interposition import check_no_grad, is_traced
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
-from attn_ops.frontend.arguments import output_dtype, refuse_grad
+from attn_ops.frontend.arguments import output_dtype
 from attn_ops.ops.options import FP8
-from attn_ops.symbolic_sizes import overlapping_dim
+from attn_ops.typed import check_no_overlap
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 """``lse_base`` -> the factor of an LSE of base 2."""
@@ -160,8 +160,8 @@ def check_buffer(
         )
     if buffer.device != device:
         fail(DeviceError, where, f"{name} is on {buffer.device}", f"{device}, where the query is", "move it")
-    refuse_grad(where, name, buffer)
-    refuse_overlap(where, name, buffer)
+    check_no_grad(where, **{name: buffer})
+    check_no_overlap(where, name, buffer, f"or pass no {name}")
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
@@ -170,16 +170,3 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
         return False
     first, second = a.data_ptr(), b.data_ptr()  # of tensors without memory 0
     return bool(first and second) and first < second + b.nbytes and second < first + a.nbytes
-
-
-def refuse_overlap(where: str, name: str, buffer: Tensor) -> None:
-    """Refuse a buffer whose elements share memory, as those of an expanded tensor do."""
-    dim = overlapping_dim(buffer)
-    if dim is not None:
-        fail(
-            ShapeError,
-            where,
-            f"{name} is written and its elements overlap, with stride {int(buffer.stride(dim))} in dimension {dim}",
-            "memory of its own for each element",
-            f"use {name}.contiguous(), or pass no {name}",
-        )

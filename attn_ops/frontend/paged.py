@@ -7,14 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
-from attn_ops.frontend.arguments import DTypes, attention_options
+from attn_ops.frontend.arguments import attention_options
 from attn_ops.frontend.base import Wrapper, buffer
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.outputs import OutputSpec
+from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import PageTable
-from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import workspace_size
 
 
@@ -49,12 +47,11 @@ class PagedWrapper(Wrapper):
             **changes,
         )
 
-    def _sizes(
-        self, op: str, table: PageTable, spec: PlanSpec, options: AttentionOptions, dtypes: DTypes | None
-    ) -> tuple[int, int]:
+    def _sizes(self, where: str, batch: Batch) -> tuple[int, int]:
         """Bytes of float workspace that plan() of this batch needs, and bytes of integers that its plan holds."""
-        _, size, fixed = self._size(op, table, spec, options, dtypes)
-        plan = self._resizable.fit(spec, size, fixed).planner.state
+        batch.check(where)
+        batch, size, fixed = self._size(batch)
+        plan = self._resizable.fit(batch.spec, size, fixed).planner.state
         return 4 * workspace_size(plan), 4 * sum(t.numel() for t in plan)
 
 

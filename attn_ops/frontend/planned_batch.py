@@ -13,13 +13,15 @@ from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.bound_call import caches_for
 from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail
-from attn_ops.frontend.arguments import DTypes
+from attn_ops.frontend.arguments import DTypes, positive
 from attn_ops.frontend.call_plans import with_rows, with_workspace, without_window
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
 from attn_ops.plan.page_table import PageTable
+from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.typed import flags
 
 TENSOR_NAMES = {
     "batch_mla": ("q_nope", "ckv_cache", "kpe_cache"),
@@ -41,8 +43,15 @@ class Batch(NamedTuple):
     op: str
     table: PageTable
     spec: PlanSpec
-    options: AttentionOptions
-    dtypes: DTypes | None
+    options: AttentionOptions = AttentionOptions()
+    dtypes: DTypes | None = None
+
+    def check(self, where: str) -> None:
+        spec = self.spec
+        sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+        positive(where, **{size: getattr(spec, size) for size in sizes})
+        check_groups(where, spec.num_qo_heads, spec.num_kv_heads)
+        flags(where, causal=self.options.causal)  # which a mask takes the place of, and no other check reads then
 
 
 @dataclass

@@ -17,15 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import PlanError, fail
-from attn_ops.frontend.arguments import DTypes
-from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import BatchSize, PageTable, seen
 from attn_ops.plan.resizable import SizedPlanner
 from attn_ops.typed import typed
 
 if TYPE_CHECKING:
     from attn_ops.frontend.base import Wrapper
-    from attn_ops.frontend.planned_batch import PlannedBatch
+    from attn_ops.frontend.planned_batch import Batch, PlannedBatch
 
 P = ParamSpec("P")
 
@@ -41,13 +39,10 @@ class PreparedPlan(NamedTuple):
     """
 
     wrapper: Wrapper
-    op: str
-    table: PageTable
+    batch: Batch
     size: BatchSize
     sized: SizedPlanner
     workspace: Tensor
-    options: AttentionOptions
-    dtypes: DTypes | None
     mask: Tensor | None
     state: Mapping[str, Any] = {}
     others: tuple[PreparedPlan, ...] = ()
@@ -84,7 +79,7 @@ class RepeatablePlan(NamedTuple):
         size_was_read = prepared.size.kv_len is not None or prepared.mask is not None
         if signature is None or planned is None or size_was_read or prepared.others:
             return None
-        *tables, qo_indptr = prepared.table
+        *tables, qo_indptr = prepared.batch.table
         named = [*enumerate(args), *kwargs.items()]
         places = [[place for place, value in named if value is t] for t in tables]
         # A tensor in two arguments does not tell which of them a table of another batch comes from.

@@ -14,6 +14,7 @@ from attn_ops.frontend.cudnn import check_repeated, token_offsets
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
+from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import ForwardWithLse
@@ -31,7 +32,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
             memory; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and the first plan's query rows
             and longest request are the most. Without it the buffers have no effect.
         mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
-            (:mod:`attn_ops.frontend.policy`).
+            (:mod:`attn_ops.policy`).
         jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.ragged_prefill`` node.
@@ -133,12 +134,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         check_repeated(where, "v_indptr", v_indptr, "kv_indptr", kv_indptr, kv_heads * spec.head_dim_vo)
         check_repeated(where, "o_indptr", o_indptr, "qo_indptr", qo_indptr, qo_heads * spec.head_dim_vo)
         table = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
+        dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
         return self._prepare_prefill(
             where,
-            "ragged_prefill",
-            table,
-            spec,
-            DTypes(where, q_data_type, kv_data_type, o_data_type, data_type),
+            Batch("ragged_prefill", table, spec, dtypes=dtypes),
             (custom_mask, packed_custom_mask),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len),
             pos_encoding_mode=pos_encoding_mode,

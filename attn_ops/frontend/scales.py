@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
-from attn_ops.frontend.arguments import finite, refuse_grad
+from attn_ops.frontend.arguments import finite
 from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR, softmax_scale
 from attn_ops.plan.page_table import seen
 from attn_ops.typed import check_real
@@ -62,7 +63,7 @@ def reciprocal(where: str, name: str, scale: Scale) -> Scale:
         return None
     if isinstance(scale, Tensor):
         check_real(where, name, scale)
-        refuse_grad(where, name, scale)
+        check_no_grad(where, **{name: scale})
         for number in scale.flatten().tolist() if seen(scale) else ():
             positive_number(where, name, number)
         return scale.float().reciprocal()
@@ -92,7 +93,7 @@ def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: 
     if not isinstance(scale, Tensor):
         return None if scale is None else as_number(where, name, scale)
     check_real(where, name, scale)
-    refuse_grad(where, name, scale)
+    check_no_grad(where, **{name: scale})
     if name in PER_ROW and scale.dim():
         return scale
     if seen(scale):

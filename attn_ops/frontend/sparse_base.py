@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import ShapeError, UnsupportedError, dtype_name, fail
-from attn_ops.frontend.arguments import ranked
+from attn_ops.frontend.arguments import DTypes, ranked
 from attn_ops.frontend.base import Wrapper
+from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan
 from attn_ops.frontend.with_lse import RunWithLse
 from attn_ops.ops.options import DENSE_DIMS, FP8, AttentionOptions
 from attn_ops.plan.block_sparse import place_rows
 from attn_ops.plan.page_table import PageTable
-from attn_ops.plan.resizable import SizedPlanner
+from attn_ops.plan.resizable import PlanSpec, SizedPlanner
 from attn_ops.planner import PrefillPlanner
 from attn_ops.typed import typed
 
@@ -47,12 +48,23 @@ class SparseWrapper(RunWithLse, Wrapper):
             place_rows(sized.planner.state, state["_positions"].tensor)
 
     def _prepare_table(
-        self, where: str, table: tuple[Tensor, ...], positions: Tensor | None, keys: int, *args: Any, **kwargs: Any
+        self,
+        where: str,
+        table: tuple[Tensor, ...],
+        positions: Tensor | None,
+        keys: int,
+        spec: PlanSpec,
+        options: AttentionOptions,
+        dtypes: DTypes,
+        **custom_masks: Tensor | None,
     ) -> PreparedPlan:
-        """``table`` is ``qo_indptr, kv_indptr, kv_indices, kv_last_page_len`` of the requests."""
+        """``table`` is ``qo_indptr, kv_indptr, kv_indices, kv_last_page_len`` of the requests.
+
+        ``custom_masks`` are those of ``_prepare``.
+        """
         qo_indptr, kv_indptr, kv_indices, kv_last_page_len = table
         pages = PageTable.of(where, kv_indptr, kv_indices, kv_last_page_len, qo_indptr)
-        prepared = self._prepare(where, _OP, pages, *args, **kwargs)
+        prepared = self._prepare(where, Batch(_OP, pages, spec, options, dtypes), **custom_masks)
         if positions is not None:
             positions = positions.to(self.device)
         return prepared.with_state(_positions=None if positions is None else Positions(positions), _keys=keys)

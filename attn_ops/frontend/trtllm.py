@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
     DType,
@@ -24,7 +25,6 @@ from attn_ops.frontend.arguments import (
     positive,
     ranked,
     refuse,
-    refuse_grad,
     refuse_with,
     required,
 )
@@ -271,7 +271,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if bmm1_scale_log2 is not None:
         check_real(where, "bmm1_scale_log2", bmm1_scale_log2)
-        refuse_grad(where, "bmm1_scale_log2", bmm1_scale_log2)
+        check_no_grad(where, bmm1_scale_log2=bmm1_scale_log2)
         bmm1_scale = bmm1_scale_log2.float() * math.log(2)
     call = _Decode(
         where,

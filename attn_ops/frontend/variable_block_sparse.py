@@ -30,7 +30,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
 
     Args:
         float_workspace_buffer: scratch memory on the device of the query, any dtype.
-        backend: no effect on results (:mod:`attn_ops.frontend.policy`).
+        backend: no effect on results (:mod:`attn_ops.policy`).
 
     run() traces, as one ``attn.block_sparse_prefill`` node between views and copies.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from markdown import Page, code, data, table
 
 from attn_ops.exports import EXPORTS, HOMES
-from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
+from attn_ops.policy import FLASHINFER
 
 
 def names() -> Page:
@@ -50,7 +50,7 @@ def kind(value: Any) -> str:
 
 def ignored() -> Page:
     """Arguments that are accepted and change no result."""
-    rows = [[code(name), reason] for name, reason in sorted(NO_EFFECT.items())]
+    rows = [[code(name), reason] for name, reason in sorted(FLASHINFER.no_effect.items())]
     return Page(table(["argument", "why it has no effect"], rows))
 
 
@@ -58,6 +58,6 @@ def refused() -> Page:
     """Arguments that raise, since honouring them would change the result."""
     rows = [
         [code(name), ", ".join(code(repr(value)) for value in (None, *neutral)), reason]
-        for name, (neutral, reason) in sorted(UNSUPPORTED.items())
+        for name, (neutral, reason) in sorted(FLASHINFER.unsupported.items())
     ]
     return Page(table(["argument", "accepted values", "why others are refused"], rows))

@@ -21,7 +21,7 @@ from attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from attn_ops.frontend.flash.arguments import NO_EFFECT, UNSUPPORTED
+from attn_ops.policy import FLASH_ATTENTION
 
 FUNCTIONS = {name: getattr(flash_attn, name) for name in flash_attn.__all__ if name.startswith(("flash", "get"))}
 
@@ -341,12 +341,12 @@ def test_other_errors() -> None:
 def test_every_argument_is_in_one_table_or_has_an_effect() -> None:
     """The tables name arguments that exist, and each at most once."""
     names = {name for function in FUNCTIONS.values() for name in inspect.signature(function).parameters}
-    assert not NO_EFFECT.keys() & UNSUPPORTED.keys()
-    assert names >= NO_EFFECT.keys()
-    assert names >= UNSUPPORTED.keys()
+    assert not FLASH_ATTENTION.no_effect.keys() & FLASH_ATTENTION.unsupported.keys()
+    assert names >= FLASH_ATTENTION.no_effect.keys()
+    assert names >= FLASH_ATTENTION.unsupported.keys()
 
 
-@pytest.mark.parametrize("name", sorted(NO_EFFECT.keys() - {"max_seqlen", "qkv_dtype", "has_softcap"}))
+@pytest.mark.parametrize("name", sorted(FLASH_ATTENTION.no_effect.keys() - {"max_seqlen", "qkv_dtype", "has_softcap"}))
 def test_arguments_without_an_effect(name: str) -> None:
     r = Requests((9, 5), (4, 3))
     arguments = (r.q, *r.ragged(), r.qo_indptr, r.kv_indptr)
@@ -408,3 +408,9 @@ def test_wrong_values_work_or_are_typed_errors(name: str, parameter: str) -> Non
         moved = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
         with contextlib.suppress(errors.AttnOpsError):
             FUNCTIONS[name](**{**given, parameter: moved})
+
+
+def test_an_argument_without_effect_is_not_blamed_for_another() -> None:
+    given = ordinary_calls()["flash_attn_varlen_func"]
+    with pytest.raises(errors.ArgumentError, match="flash_attn_varlen_func: softmax_scale"):
+        FUNCTIONS["flash_attn_varlen_func"](**{**given, "max_seqlen_q": object(), "softmax_scale": [1]})

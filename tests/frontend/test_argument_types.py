@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 import attn_ops as flashinfer
 from attn_ops import errors, exports
-from attn_ops.frontend.policy import UNSUPPORTED
+from attn_ops.policy import UNSUPPORTED
 from attn_ops.typed import typed
 
 pytestmark = pytest.mark.usefixtures("no_grad")

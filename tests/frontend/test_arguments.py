@@ -15,7 +15,7 @@ from helpers.surfaces.without_effect import NO_EFFECT_HERE
 from helpers.wrapper_requests import DEVICE
 
 from attn_ops import errors, exports
-from attn_ops.frontend.policy import NO_EFFECT, UNSUPPORTED
+from attn_ops.policy import FLASHINFER
 
 NEEDED_IN_GRAPH_MODE = {
     "paged_kv_indptr_buffer",
@@ -140,10 +140,10 @@ def test_a_parameter_has_an_effect_or_is_listed(surface: Surface, stage: str, na
             assert effect.abs().sum() > 0, f"{name} is not filled"
         else:
             assert not same(result, of(base, surface)), f"{name} changes nothing"
-    elif f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE or (name in NO_EFFECT and name not in UNSUPPORTED):
+    elif f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE or name in FLASHINFER.no_effect:
         result = surface.outcome(stage, **{name: object()})
         assert same(result, of(base, surface), name in ROUNDING), f"{name} is not ignored"
-    elif name in UNSUPPORTED:
+    elif name in FLASHINFER.unsupported:
         with pytest.raises(errors.UnsupportedError, match=name):
             surface.outcome(stage, **{name: torch.ones(1, device=DEVICE)})
     elif name in NEEDED_IN_GRAPH_MODE:
@@ -159,7 +159,7 @@ def test_an_input_has_an_effect(surface: Surface, stage: str, name: str, base: d
         result = surface.outcome(stage, **{name: another(surface.stages[stage][name])})
     except errors.AttnOpsError:
         return
-    assert name in NO_EFFECT or not same(result, of(base, surface)), f"{name} changes nothing"
+    assert name in FLASHINFER.no_effect or not same(result, of(base, surface)), f"{name} changes nothing"
 
 
 def test_every_public_name_is_tested() -> None:
@@ -182,6 +182,6 @@ def test_the_tests_that_tables_name_exist() -> None:
 
 
 def test_tables_do_not_overlap() -> None:
-    assert not set(NO_EFFECT) & set(UNSUPPORTED)
-    assert all(reason for reason in NO_EFFECT.values())
-    assert all(reason for _, reason in UNSUPPORTED.values())
+    assert not FLASHINFER.no_effect.keys() & FLASHINFER.unsupported.keys()
+    assert all(reason for reason in FLASHINFER.no_effect.values())
+    assert all(reason for _, reason in FLASHINFER.unsupported.values())

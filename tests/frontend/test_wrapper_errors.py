@@ -643,3 +643,15 @@ def test_a_dtype_error_is_a_type_error_and_a_value_error() -> None:
     for builtin in (TypeError, ValueError):
         with pytest.raises(builtin, match="q dtype is bfloat16; expected float16 as planned"):
             decode().run(R.q.bfloat16(), R.cache())
+
+
+@pytest.mark.parametrize("method", ["plan", "workspace_size"])
+def test_sizes_are_checked_alike_by_plan_and_workspace_size(method: str) -> None:
+    name = f"BatchDecodeWithPagedKVCacheWrapper.{method}"
+    call = getattr(decode(), method)
+    with pytest.raises(errors.OptionError, match=rf"^{name}: num_qo_heads is 0; expected 1 or more; change it$"):
+        call(*R.table, 0, *R.sizes[1:])
+    with pytest.raises(errors.ShapeError, match=rf"^{name}: 4 query heads do not share 3 KV heads evenly"):
+        call(*R.table, 4, 3, *R.sizes[2:])
+    with pytest.raises(errors.ArgumentError, match=rf"^BatchPrefill\w+\.{method}: causal is None"):
+        getattr(prefill(), method)(P.qo_indptr, *P.table, *P.sizes, causal=None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import attn_ops as flashinfer
-from attn_ops.frontend.policy import NO_EFFECT
+from attn_ops.policy import NO_EFFECT
 from helpers.surfaces import SURFACES, sparse
 from helpers.surfaces.base import D, P, Surface
 from helpers.surfaces.without_effect import NO_EFFECT_HERE

@@ -104,3 +104,12 @@ def test_no_derivatives_in_graphs(way: str) -> None:
         make_fx(derivative)(x)
     with pytest.raises(Exception, match=f"{name} requires grad|{name} has a tangent"):
         torch.compile(derivative, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_a_tangent_of_an_output_buffer_is_refused() -> None:
+    """It would stay what it was."""
+    out = torch.empty_like(R.q)
+    with forward_ad.dual_level():
+        dual_out = forward_ad.make_dual(out, torch.ones_like(out))
+        with pytest.raises(GradientError, match=r"BatchDecodeWithPagedKVCacheWrapper\.run: out has a tangent"):
+            WRAPPER.run(R.q, R.cache(), out=dual_out)

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ops.repeated_plans",
         "ops.tuning_table",
         "eager",
-        "frontend.policy",
+        "policy",
         "typed",
     ),
     ("plan.state", "ops.options"),

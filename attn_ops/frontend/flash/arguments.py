@@ -1,4 +1,4 @@
-"""Reading FlashAttention's arguments: windows, scales, options, and the policy on those without an effect here."""
+"""Reading FlashAttention's arguments: windows, scales, options and refusals."""
 
 from __future__ import annotations
 
@@ -9,48 +9,24 @@ from torch import Tensor
 
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail, shape_of
-from attn_ops.frontend.arguments import as_sinks, refuse_listed, renamed
+from attn_ops.frontend.arguments import as_sinks, renamed
+from attn_ops.frontend.arguments import refuse as refuse_unsupported
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import INT32_MAX, offsets, seen
+from attn_ops.policy import FLASH_ATTENTION
 from attn_ops.typed import check_real, flags, integers
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
-
-_BOUND = "a bound on lengths that the lengths themselves give"
-_LAUNCH = "a launch attribute of another library's kernels"
-
-NO_EFFECT: dict[str, str] = {
-    "max_seqlen": _BOUND,
-    "max_seqlen_q": _BOUND,
-    "max_seqlen_k": _BOUND,
-    "deterministic": "the forward pass is deterministic",
-    "num_splits": "the plan splits requests for load balance, which changes no more than rounding",
-    "pack_gqa": "query heads of one KV head always share a tile",
-    "sm_margin": _LAUNCH,
-    "qkv_dtype": "a plan does not depend on it",
-    "has_softcap": "a plan does not depend on it",
-}
-"""name -> why."""
-
-_TRAINING = "there is no backward and no dropout; pass 0.0, and use the flash_attn package to train"
-_PROBABILITIES = "attention probabilities are never stored; for the log-sum-exp pass return_softmax_lse=True"
-_ALIBI = "slopes are not an argument; for the standard slopes use pos_encoding_mode='ALIBI' of the prefill wrappers"
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "dropout_p": ((0, 0.0), _TRAINING),
-    "alibi_slopes": ((), _ALIBI),
-    "return_attn_probs": ((False,), _PROBABILITIES),
-}
-"""name -> (values that change nothing, reason); None changes nothing, but is no ``dropout_p``."""
 
 _BY_NAME = "pass arguments in FlashAttention 3's order by name: by position they are those of FlashAttention 2"
 
 
 def refuse(where: str, **arguments: Any) -> None:
-    """Raise for an argument of :data:`UNSUPPORTED` that would change the result."""
+    """Raise for an argument that would change the result, and for a ``dropout_p`` of None."""
     if arguments.get("dropout_p", 0.0) is None:
         fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
-    refuse_listed(where, UNSUPPORTED, arguments)
+    refuse_unsupported(where, FLASH_ATTENTION, **arguments)
 
 
 def chunk_of(where: str, attention_chunk: int) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
     DTypeError,
@@ -16,7 +17,6 @@ from attn_ops.errors import (
     fail,
     shape_of,
 )
-from attn_ops.frontend.arguments import refuse_grad
 from attn_ops.frontend.autocast import joined
 from attn_ops.plan.page_table import seen
 
@@ -53,7 +53,7 @@ class Rotary(NamedTuple):
                 )
             if not t.is_floating_point():
                 fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "float", "convert it")
-            refuse_grad(where, name, t)
+            check_no_grad(where, **{name: t})
         return cls(cos.to(device), sin.to(device), interleaved)
 
     def check(self, where: str, positions: Tensor) -> None:

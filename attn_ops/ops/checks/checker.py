@@ -27,7 +27,8 @@ from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, PAGED_DIMS, AttentionOptions, bounded
 from attn_ops.plan.plan_checks import check_groups, check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
-from attn_ops.symbolic_sizes import guard_or_false, overlapping_dim
+from attn_ops.symbolic_sizes import guard_or_false
+from attn_ops.typed import check_no_overlap
 
 PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
 """Ranks of the fields of a plan that are not vectors."""
@@ -94,15 +95,8 @@ class OpChecker:
         size_guards.note_capacity(size, most, f"{self.name}: {what}; expected {expected}; {fix}")
 
     def no_overlap(self, name: str, t: Tensor) -> None:
-        """Elements of ``t``, which are written, have memory of their own; those of an expanded tensor share it."""
-        dim = overlapping_dim(t)
-        if dim is not None:
-            self.fail(
-                ShapeError,
-                f"{name} is written and its elements overlap, with stride {int(t.stride(dim))} in dimension {dim}",
-                "memory of its own for each element",
-                f"use {name}.contiguous(), not an expanded tensor",
-            )
+        """Elements of ``t``, which are written, have memory of their own."""
+        check_no_overlap(self.name, name, t, "not an expanded tensor")
 
     def no_grad(self, **tensors: Tensor | None) -> None:
         check_no_grad(self.name, **tensors)

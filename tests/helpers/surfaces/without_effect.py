@@ -1,4 +1,4 @@
-"""Arguments that have no effect in one place, which :data:`~attn_ops.frontend.policy.NO_EFFECT` does not name."""
+"""Arguments that have no effect in one place, which :data:`~attn_ops.policy.FLASHINFER` does not name."""
 
 from __future__ import annotations
 
