@@ -109,7 +109,7 @@ def single_decode_with_kv_cache(
     )
     q = q[None]
     check_dense(where, q, k, v)
-    scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
+    scales = ScaleFactors.of_tensors(q_scale, k_scale, v_scale)
     output = OutputSpec(return_lse=return_lse, rows_shape=())
     call = dense_call(where, (q, k, v), options, output, scales, kv_layout=layout(where, kv_layout))
     return _OneRow(call) if return_lse else call

@@ -273,7 +273,7 @@ def cudnn_batch_prefill_with_kv_cache(
     if output.padding is not None:
         _check_longest(where, actual_seq_lens_q, max_token_per_sequence)
     options = bounded(where, AttentionOptions(sm_scale=scale, causal=causal), sm_scale="scale")
-    scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
+    scales = ScaleFactors.of_tensors(q_scale, k_scale, v_scale)
     tensors, backend = (q, k_cache, v_cache), own_backend(backend or "auto")
     if block_tables is None:
         kv_indptr = _ragged_indptr(

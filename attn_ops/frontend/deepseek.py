@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,61 +21,81 @@ from attn_ops.plan.page_table import cumulative, uniform_indptr
 from attn_ops.typed import integers, typed
 
 
-def _decode(
-    where: str,
-    query: Tensor,
-    kv_cache: Tensor,
-    dims: tuple[int, int],
-    block_tables: Tensor,
-    seq_lens: Tensor | None,
-    out: Tensor | None,
-    scales: tuple[Any, Any],
-    sinks: Any,
-    cum_seq_lens_q: Tensor | None = None,
-    lse: Tensor | None = None,
-    return_lse: bool = False,
-    lse_base: str = "log2",
-    context: tuple[ContextShard | None, Tensor | None] = (None, None),
-    sparse: SparseTokens | None = None,
-) -> Any:
-    """``context``: the shard, and the tokens of each request on all ranks, its query rows included."""
-    integers(where, kv_lora_rank=dims[0], qk_rope_head_dim=dims[1])
-    rank, form = (4, "[batch, q_len, num_heads, {}]") if cum_seq_lens_q is None else (3, "[rows, num_heads, {}]")
-    if query.dim() != rank or query.shape[-1] != sum(dims):
-        fail(ShapeError, where, f"query is {shape_of(query)}", form.format(sum(dims)), "reshape it")
-    check_dtypes(where, query, kv_cache)
-    flat, (ckv, kpe) = query.flatten(end_dim=-3), latent(where, kv_cache, dims[0])
-    if kpe.shape[-1] != dims[1]:
-        fail(ShapeError, where, f"kv_cache is {shape_of(kv_cache)}", f"{sum(dims)} at the end", "correct the sizes")
-    if sparse is None:
-        required(where, seq_lens=seq_lens)
-        block_tables = block_table(where, "block_tables", block_tables, query.device)
-        batch = block_tables.shape[0]
-    else:
-        batch = query.shape[0] if cum_seq_lens_q is None else max(0, cum_seq_lens_q.numel() - 1)
-    if cum_seq_lens_q is None:
+class _LatentDecode(NamedTuple):
+    """A call that decodes over a latent cache by block tables, as the public functions describe it.
+
+    dims     widths of the two parts of a latent
+    output   without ``dtype`` and ``rows_shape``, which are those of the query
+    context  the shard, and the tokens of each request on all ranks, its query rows included
+    sparse   the tokens that each query row sees, if not all
+    """
+
+    where: str
+    query: Tensor
+    kv_cache: Tensor
+    dims: tuple[int, int]
+    block_tables: Tensor
+    seq_lens: Tensor | None
+    output: OutputSpec
+    scales: ScaleFactors
+    sinks: Any
+    cum_seq_lens_q: Tensor | None = None
+    context: tuple[ContextShard | None, Tensor | None] = (None, None)
+    sparse: SparseTokens | None = None
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The two parts of the query, ``[rows, heads, width]``, and of the cache."""
+        where, query, dims = self.where, self.query, self.dims
+        integers(where, kv_lora_rank=dims[0], qk_rope_head_dim=dims[1])
+        uniform = self.cum_seq_lens_q is None
+        rank, form = (4, "[batch, q_len, num_heads, {}]") if uniform else (3, "[rows, num_heads, {}]")
+        if query.dim() != rank or query.shape[-1] != sum(dims):
+            fail(ShapeError, where, f"query is {shape_of(query)}", form.format(sum(dims)), "reshape it")
+        check_dtypes(where, query, self.kv_cache)
+        flat, (ckv, kpe) = query.flatten(end_dim=-3), latent(where, self.kv_cache, dims[0])
+        if kpe.shape[-1] != dims[1]:
+            expected = f"{sum(dims)} at the end"
+            fail(ShapeError, where, f"kv_cache is {shape_of(self.kv_cache)}", expected, "correct the sizes")
+        return flat[..., : dims[0]], flat[..., dims[0] :], ckv, kpe
+
+    def _rows(self, batch: int) -> tuple[Tensor, bool]:
+        """The offsets of the requests' query rows, and whether rows have positions of their own."""
+        where, query = self.where, self.query
+        if self.cum_seq_lens_q is not None:
+            return cumulative(where, "cum_seq_lens_q", self.cum_seq_lens_q, batch, "query", query), True
         uniform_rows(where, query.shape[0], batch, 1, query.device)
-        rows, positioned = uniform_indptr(query.shape[0], query.shape[1], query.device), query.shape[1] > 1
-    else:
-        rows, positioned = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch, "query", query), True
-    keys = rank_keys(where, *context, 0, batch, query.device, positioned=positioned)
-    if sparse is not None:
-        block_tables, seq_lens = sparse.chosen(where, block_tables, seq_lens, rows, query.shape[:-2], query.device)
-        ckv, kpe = one_token_pages(where, ckv), one_token_pages(where, kpe)
-        rows = uniform_indptr(flat.shape[0], 1, query.device)
-    assert seq_lens is not None
-    return latent_call(
-        where,
-        (flat[..., : dims[0]], flat[..., dims[0] :], ckv, kpe),
-        block_tables,
-        seq_lens,
-        rows,
-        AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, sinks, query.device), causal=True),
-        OutputSpec(out, lse, return_lse, dtype_without_scale(query, out), lse_base, rows_shape=tuple(query.shape[:-2])),
-        ScaleFactors({"bmm1_scale": scales[0]}, {"bmm2_scale": scales[1]}),
-        keys,
-        sparse=sparse is not None,
-    ).execute()
+        return uniform_indptr(query.shape[0], query.shape[1], query.device), query.shape[1] > 1
+
+    def execute(self) -> Any:
+        where, query, table, seq_lens = self.where, self.query, self.block_tables, self.seq_lens
+        q_nope, q_pe, ckv, kpe = self._parts()
+        if self.sparse is None:
+            required(where, seq_lens=seq_lens)
+            table = block_table(where, "block_tables", table, query.device)
+            batch = table.shape[0]
+        else:
+            indptr = self.cum_seq_lens_q
+            batch = query.shape[0] if indptr is None else max(0, indptr.numel() - 1)
+        rows, positioned = self._rows(batch)
+        keys = rank_keys(where, *self.context, 0, batch, query.device, positioned=positioned)
+        if self.sparse is not None:
+            table, seq_lens = self.sparse.chosen(where, table, seq_lens, rows, query.shape[:-2], query.device)
+            ckv, kpe = one_token_pages(where, ckv), one_token_pages(where, kpe)
+            rows = uniform_indptr(q_nope.shape[0], 1, query.device)
+        assert seq_lens is not None
+        dtype = dtype_without_scale(query, self.output.out)
+        return latent_call(
+            where,
+            (q_nope, q_pe, ckv, kpe),
+            table,
+            seq_lens,
+            rows,
+            AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, self.sinks, query.device), causal=True),
+            self.output._replace(dtype=dtype, rows_shape=tuple(query.shape[:-2])),
+            self.scales,
+            keys,
+            sparse=self.sparse is not None,
+        ).execute()
 
 
 @typed
@@ -168,23 +188,21 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables = table_of_latents(where, block_tables, query.device)
     if return_lse_base not in (None, *LSE_BASE_NAMES):
         fail(OptionError, where, f"return_lse_base is {return_lse_base!r}", "base2 or basee", "pass one of the two")
-    return _decode(
+    lse_base = "log2" if return_lse_base is None else LSE_BASE_NAMES[return_lse_base]
+    return _LatentDecode(
         where,
         query,
         kv_cache,
         (kv_lora_rank, qk_rope_head_dim),
         block_tables,
         seq_lens,
-        out,
-        (bmm1_scale, bmm2_scale),
+        OutputSpec(out, lse, return_lse, lse_base=lse_base),
+        ScaleFactors.of_products(bmm1_scale, bmm2_scale),
         sinks,
         cum_seq_lens_q,
-        lse,
-        return_lse,
-        "log2" if return_lse_base is None else LSE_BASE_NAMES[return_lse_base],
         (shard, causal_seqlens_kv_global),
         sparse,
-    )
+    ).execute()
 
 
 @typed
@@ -206,7 +224,9 @@ def xqa_batch_decode_with_kv_cache_mla(
 ) -> Tensor:
     """:func:`trtllm_batch_decode_with_kv_cache_mla` under its other name."""
     where, dims = "xqa_batch_decode_with_kv_cache_mla", (kv_lora_rank, qk_rope_head_dim)
-    return _decode(where, query, kv_cache, dims, block_tables, seq_lens, out, (bmm1_scale, bmm2_scale), sinks)
+    scales = ScaleFactors.of_products(bmm1_scale, bmm2_scale)
+    call = _LatentDecode(where, query, kv_cache, dims, block_tables, seq_lens, OutputSpec(out), scales, sinks)
+    return call.execute()
 
 
 @typed
@@ -285,6 +305,6 @@ def trtllm_ragged_attention_deepseek(
         kv_indptr,
         bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal)),
         OutputSpec(out, lse, return_lse, dtype_without_scale(query, out)),
-        ScaleFactors({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale}),
+        ScaleFactors.of_products(bmm1_scale, bmm2_scale),
         backend=own_backend(backend),
     ).execute()

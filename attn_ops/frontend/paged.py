@@ -42,7 +42,7 @@ class PagedWrapper(Wrapper):
             where,
             (q, *paged(where, paged_kv_cache, kv_layout or self._kv_layout)),
             output,
-            ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale}),
+            ScaleFactors.of_tensors(q_scale, k_scale, v_scale),
             kv_layout=kv_layout,
             **changes,
         )

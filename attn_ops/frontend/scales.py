@@ -37,6 +37,14 @@ class ScaleFactors(NamedTuple):
     logits: Mapping[str, Scale] = {}
     values: Mapping[str, Scale] = {}
 
+    @classmethod
+    def of_products(cls, bmm1_scale: Scale, bmm2_scale: Scale) -> ScaleFactors:
+        return cls({"bmm1_scale": bmm1_scale}, {"bmm2_scale": bmm2_scale})
+
+    @classmethod
+    def of_tensors(cls, q_scale: Scale, k_scale: Scale, v_scale: Scale) -> ScaleFactors:
+        return cls({"q_scale": q_scale, "k_scale": k_scale}, {"v_scale": v_scale})
+
 
 class FoldedScales(NamedTuple):
     """``sm_scale`` and ``kv_scale`` are the op's arguments.
