@@ -70,12 +70,15 @@ group of rows."""
 CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
+CUDA_DECODE_PAIRED_HEAD_DIM = 64
+"""Head dim of which a CTA of the CUDA decode kernel has two KV heads, if their number is even."""
+
 CUDA_DECODE_PACKED_ROWS = (8, 16)
 """Query heads of a KV head that the CUDA decode kernels take."""
 
 CUDA_DECODE_PAGE = 16
 """Page sizes of the CUDA decode kernel are multiples of it. Others give boxes of 8 tokens, with which it is slower than
-the general kernel for FP8 caches and heads of 64."""
+the general kernel for FP8 caches and an odd number of heads of 64."""
 
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
@@ -311,11 +314,21 @@ def needs_general_decode(dtype: torch.dtype, pos_encoding: str) -> bool:
     return dtype == torch.float32 or pos_encoding != DEFAULTS.pos_encoding
 
 
-def cuda_decode_key(dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Hashable, ...]:
-    """The specialization of the CUDA decode kernel: head dim, packed rows, dtype of products, dtype of an FP8 cache."""
+def cuda_decode_kv_heads(dim: int, num_kv_heads: int) -> int:
+    """KV heads of a CTA of the CUDA decode kernel."""
+    return 2 if dim == CUDA_DECODE_PAIRED_HEAD_DIM and num_kv_heads % 2 == 0 else 1
+
+
+def cuda_decode_key(
+    dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> tuple[Hashable, ...]:
+    """The specialization of the CUDA decode kernel.
+
+    Head dim, KV heads of a CTA, packed rows, dtype of products, dtype of an FP8 cache.
+    """
     fp8 = kv_dtype if kv_dtype in FP8 else None
     packed_rows = next(rows for rows in CUDA_DECODE_PACKED_ROWS if group <= rows)
-    return dim, packed_rows, torch.float16 if fp8 else dtype, fp8
+    return dim, cuda_decode_kv_heads(dim, num_kv_heads), packed_rows, torch.float16 if fp8 else dtype, fp8
 
 
 def cuda_decode(p: Problem) -> list[str]:
@@ -332,7 +345,7 @@ def cuda_decode(p: Problem) -> list[str]:
         (p.layout.joinable, UNJOINABLE),
         *_options(p, CUDA_DECODE_OPTIONS),
     ]
-    keys = [] if _failed(sizes) else [cuda_decode_key(dims[0], group, p.dtype, p.kv_dtype)]
+    keys = [] if _failed(sizes) else [cuda_decode_key(dims[0], p.num_kv_heads, group, p.dtype, p.kv_dtype)]
     return _cuda(p, "decode", keys, checks)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_ops.gpu import HOPPER, hopper_sms, is_hopper, properties
 from attn_ops.ops.options import MLA_HEAD_DIMS
-from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, has_cuda_decode
+from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, cuda_decode_kv_heads, has_cuda_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,
@@ -267,11 +267,12 @@ def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
 def ctas_per_head(device: torch.device, problem: PlanProblem) -> int:
     """Default ``num_ctas`` of a decode plan: CTAs that divide the work of one KV head, 1 on the CPU.
 
-    The CUDA kernel, where it takes these sizes, has one CTA per SM.
+    The CUDA kernel, where it takes these sizes, has one CTA per SM, of one or two KV heads.
     """
-    group = problem.num_qo_heads // problem.num_kv_heads
-    cuda = is_hopper(device) and has_cuda_decode(problem.head_dims, group, problem.page_size)
-    return _ctas_per_head(device, problem.num_kv_heads, 1 if cuda else CTAS_PER_SM)
+    num_kv_heads, group = problem.num_kv_heads, problem.num_qo_heads // problem.num_kv_heads
+    if is_hopper(device) and has_cuda_decode(problem.head_dims, group, problem.page_size):
+        return _ctas_per_head(device, num_kv_heads // cuda_decode_kv_heads(problem.head_dim_vo, num_kv_heads), 1)
+    return general_ctas_per_head(device, num_kv_heads)
 
 
 def general_ctas_per_head(device: torch.device, num_kv_heads: int) -> int:

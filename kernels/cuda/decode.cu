@@ -1,21 +1,26 @@
-// Decode on Hopper: persistent and warp-specialised, a producer warp and two consumer warpgroups in each CTA.
+// Decode on Hopper: persistent and warp-specialised, a producer warp and two consumer warpgroups for each KV head.
 //
-// Compiled for HEAD_DIM, PACKED_ROWS (8 or 16: query heads of a KV head, at most), DTYPE (1 float16, 2 bfloat16: of the
-// products) and KV_FP8 (0, 1 e4m3, 2 e5m2). Head counts, group, strides, page size, window, soft cap, sinks, scales and
-// the types of an FP8 cache's query and of the output are parameters.
+// Compiled for HEAD_DIM, KV_HEADS (1 or 2, of a CTA), PACKED_ROWS (8 or 16: query heads of a KV head, at most), DTYPE (1
+// float16, 2 bfloat16: of the products) and KV_FP8 (0, 1 e4m3, 2 e5m2). Head counts, group, strides, page size, window,
+// soft cap, sinks, scales and the types of an FP8 cache's query and of the output are parameters.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and
 // its N is packed rows, the heads of a group. So 8 heads take an eighth of the products that 64 rows take. A KV tile is
 // 16 KB of keys and 16 KB of values. FP8 ones become float16 operands in registers; a bfloat16 query becomes float16
 // too, times a power of 2 for each head.
 //
+// A CTA has two KV heads of 64 where their number is even: a box of TMA has twice the bytes, and in NHD rows of both
+// heads follow each other in memory. With an FP8 cache one consumer would not keep up with memory.
+//
 // Roles
 // -----
 // warps 0 to 3      consumer 0: work items 0, 2, 4 and so on of the CTA
 // warps 4 to 7      consumer 1: work items 1, 3, 5 and so on
-// warp 8            producer: keys and values of all items, by TMA into a ring of kStages KV tiles
+// warps 8 to 15     consumers 2 and 3: the same for the second of two KV heads
+// the last warp     producer: keys and values of all items, by TMA into a ring of kStages KV tiles
 //
-// The consumers take turns: while one stores its result and loads its next query, the other one has the tiles.
+// The consumers of a KV head take turns: while one stores its result and loads its next query, the other one has the
+// tiles.
 //
 // Schedule
 // --------
@@ -47,19 +52,19 @@
 
 namespace attn_ops {
 
-// Grid: KV heads by CTAs of the plan. CTAs of neighbouring heads read the same tokens.
-// Owns: the work items of its CTA of the plan for the heads of one KV head: their rows in `out` and `lse`, or their
-//     partial results in `partial`. If it combines splits, the rows of which it stores the last one, and of every
+// Grid: KV heads, KV_HEADS at a time, by CTAs of the plan. CTAs of neighbouring heads read the same tokens.
+// Owns: the work items of its CTA of the plan for the heads of KV_HEADS KV heads: their rows in `out` and `lse`, or
+//     their partial results in `partial`. If it combines splits, the rows of which it stores the last one, and of every
 //     num_ctas rows one, if that has no tokens.
 // Loop invariant of a consumer, before KV tile j: O^T, row_max and row_sum include the item's tiles before j, row_sum
 //     those tokens of them that the thread has, relative to row_max, which all its threads have alike.
 // Barriers: k_full and v_full, one for each stage: an arrival of the producer, and the bytes. empty: an arrival of each
-//     warp of the consumer that has the tile. Named barriers: the threads of a consumer, when all have stored P,
-//     maxima, sums or columns; and of both, when it is the turn of one.
+//     warp of the consumers that have the tile, one for each KV head. Named barriers: the threads of a consumer, when
+//     all have stored P, maxima, sums or columns; and of both of a KV head, when it is the turn of one.
 // Bound by: reading keys and values; with short work per CTA latency, item to page number to tile.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM]
-    // [pages and heads, page_size / 8, HEAD_DIM / columns, 8, columns] with rows of kRowBytes
+    // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns] with rows of kRowBytes
     const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
     const float* sinks,                       // [num_kv_heads * group] or null
     const float* kv_scale,                    // [2] or null
@@ -99,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     for (int i = 0; i < kStages; ++i) {
       init_barrier(shared_address(&shared.k_full[i]), 1);
       init_barrier(shared_address(&shared.v_full[i]), 1);
-      init_barrier(shared_address(&shared.empty[i]), kConsumerWarps);
+      init_barrier(shared_address(&shared.empty[i]), KV_HEADS * kConsumerWarps);
     }
     fence_barrier_init();
   }

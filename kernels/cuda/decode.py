@@ -15,14 +15,17 @@ from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
-from attn_ops.ops.unsupported import CUDA_DECODE_HEAD_DIMS, CUDA_DECODE_PACKED_ROWS, cuda_decode_key
+from attn_ops.ops.unsupported import (
+    CUDA_DECODE_HEAD_DIMS,
+    CUDA_DECODE_PACKED_ROWS,
+    CUDA_DECODE_PAIRED_HEAD_DIM,
+    cuda_decode_key,
+    cuda_decode_kv_heads,
+)
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem, num_slots
 
 TILE_BYTES, STAGES = 16 << 10, 3
 """Of the keys of a KV tile, and of its values: ``kTileBytes``; and KV tiles of the ring, ``kStages`` of the source."""
-
-THREADS = 288
-"""``kThreads`` of the source."""
 
 LEAST_SHARED_BYTES = 114 << 10
 """Of a CTA, so that an SM has room for one.
@@ -50,32 +53,40 @@ KERNEL = Kernel(
 )
 
 
-def tile_tokens(dim: int, fp8: bool) -> int:
+def threads(kv_heads: int) -> int:
+    """``kThreads`` of the source: two warpgroups for each KV head, and the producer."""
+    return kv_heads * 2 * 128 + 32
+
+
+def tile_tokens(dim: int, kv_heads: int, fp8: bool) -> int:
     """``kTile`` of the source."""
-    return TILE_BYTES // (dim * (1 if fp8 else 2))
+    return TILE_BYTES // (kv_heads * dim * (1 if fp8 else 2))
 
 
-def shared_bytes(dim: int, packed_rows: int, fp8: bool) -> int:
-    """``Shared`` of the source: the ring, what two consumers have, barriers and flags.
+def shared_bytes(dim: int, kv_heads: int, packed_rows: int, fp8: bool) -> int:
+    """``Shared`` of the source: the ring, what two consumers for each KV head have, barriers and flags.
 
     A consumer has the query, the probabilities of two KV tiles, a result in float32, sums of warps and scales.
     """
-    blocks = dim // COLUMNS + 2 * tile_tokens(dim, fp8) // COLUMNS
+    blocks, consumers = dim // COLUMNS + 2 * tile_tokens(dim, kv_heads, fp8) // COLUMNS, 2 * kv_heads
     of_consumer = packed_rows * (blocks * ROW_BYTES + dim * 4 + 16 + 16 + 4)
-    return 2 * STAGES * TILE_BYTES + 2 * (-(-of_consumer // 1024) * 1024) + 3 * STAGES * 8 + 8
+    return 2 * STAGES * TILE_BYTES + consumers * (-(-of_consumer // 1024) * 1024) + 3 * STAGES * 8 + 4 * consumers
 
 
-def _specialization(dim: int, packed_rows: int, dtype: torch.dtype, fp8: torch.dtype | None) -> Specialization:
-    macros = {"HEAD_DIM": dim, "PACKED_ROWS": packed_rows, "DTYPE": DTYPES[dtype]}
+def _specialization(
+    dim: int, kv_heads: int, packed_rows: int, dtype: torch.dtype, fp8: torch.dtype | None
+) -> Specialization:
+    macros = {"HEAD_DIM": dim, "KV_HEADS": kv_heads, "PACKED_ROWS": packed_rows, "DTYPE": DTYPES[dtype]}
     if fp8 is not None:
         macros["KV_FP8"] = 1 + FP8_TYPES[fp8]
-    shared = max(shared_bytes(dim, packed_rows, fp8 is not None), LEAST_SHARED_BYTES)
-    return Specialization(KERNEL, macros, threads=THREADS, shared_bytes=shared)
+    shared = max(shared_bytes(dim, kv_heads, packed_rows, fp8 is not None), LEAST_SHARED_BYTES)
+    return Specialization(KERNEL, macros, threads=threads(kv_heads), shared_bytes=shared)
 
 
 SPECIALIZATIONS: dict[tuple[Hashable, ...], Specialization] = {
-    (dim, packed_rows, *types): _specialization(dim, packed_rows, *types)
+    (dim, kv_heads, packed_rows, *types): _specialization(dim, kv_heads, packed_rows, *types)
     for dim in sorted(CUDA_DECODE_HEAD_DIMS)
+    for kv_heads in ((1, 2) if dim == CUDA_DECODE_PAIRED_HEAD_DIM else (1,))
     for packed_rows in CUDA_DECODE_PACKED_ROWS
     for types in (*((dtype, None) for dtype in DTYPES), *((torch.float16, fp8) for fp8 in FP8_TYPES))
 }
@@ -99,14 +110,22 @@ def batch_decode(
     dim, page_size, eager, fp8 = problem.head_dim_vo, problem.page_size, is_eager(q), k_cache.dtype in FP8_TYPES
     group, num_ctas = problem.num_qo_heads // problem.num_kv_heads, p.cta_indptr.shape[0] - 1
     token, head = PAGED_DIMS[kv_layout]
-    box = box_of_pages(page_size, tile_tokens(dim, fp8))
+    kv_heads = cuda_decode_kv_heads(dim, problem.num_kv_heads)
+    box = box_of_pages(page_size, tile_tokens(dim, kv_heads, fp8))
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        paged_map(t, (t.stride(0), t.stride(token), t.stride(head)), problem.num_kv_heads, page_size, box)
+        paged_map(
+            t,
+            (t.stride(0), t.stride(token), t.stride(head)),
+            problem.num_kv_heads,
+            page_size,
+            box,
+            heads_of_box=kv_heads,
+        )
         for t in (k_cache, v_cache)
     )
     launch(
-        SPECIALIZATIONS[cuda_decode_key(dim, group, q.dtype, k_cache.dtype)],
-        (problem.num_kv_heads, num_ctas),
+        SPECIALIZATIONS[cuda_decode_key(dim, problem.num_kv_heads, group, q.dtype, k_cache.dtype)],
+        (problem.num_kv_heads // kv_heads, num_ctas),
         q=q,
         k=k,
         v=v,

@@ -16,13 +16,14 @@ namespace {
 
 constexpr int kOwnRows = kPackedRows / 4;
 
-// One warpgroup: every other work item of the CTA.
+// One warpgroup: every other work item of the CTA, for one KV head.
 struct Consumer {
   const Problem& p;
   const Queries& queries;
   const Results& results;
   Shared& shared;
-  const int number;  // of the consumer
+  const int number;  // of the consumer: those of a KV head follow each other
+  const int turn = number % kTurns;
   ConsumerShared& own = shared.consumers[number];
   const int thread = threadIdx.x % kConsumerThreads, warp = thread / 32;
   const int line = warp * 16 + threadIdx.x % 32 / 4;
@@ -40,8 +41,13 @@ struct Consumer {
 
   // The other consumer may wait for KV tiles. Not before this one has waited for those before them: a barrier that is
   // two phases behind looks complete.
-  DEVICE void hand_over() const { named_arrive(kTurn + 1 - number, 2 * kConsumerThreads); }
-  DEVICE void wait_for_turn() const { named_sync(kTurn + number, 2 * kConsumerThreads); }
+  DEVICE void hand_over() const { named_arrive(kTurn + (number ^ 1), kTurns * kConsumerThreads); }
+  DEVICE void wait_for_turn() const { named_sync(kTurn + number, kTurns * kConsumerThreads); }
+
+  // The rows of this consumer's KV head among those of a KV tile.
+  DEVICE uint32 of_head(const char (&rows)[kTileBytes]) const {
+    return shared_address(rows) + number / kTurns * kHeadBytes;
+  }
 
   DEVICE void fence_output() {
 #pragma unroll
@@ -77,7 +83,7 @@ struct Consumer {
   // not hide. What is done after P is stored, proxy fence and barrier, is done for the zeros too.
   DEVICE void zero_values(const WorkItem& item, int first) const {
     constexpr int kChunks = kTokenBytes / 16;
-    const uint32 values = shared_address(shared.stages[stage].values);
+    const uint32 values = of_head(shared.stages[stage].values);
 #pragma unroll 1
     for (int i = thread; i < kTile * kChunks; i += kConsumerThreads) {
       const int token = i / kChunks, chunk = i % kChunks, of_row = kRowBytes / 16;
@@ -167,7 +173,7 @@ struct Consumer {
     const Stage& tile = shared.stages[stage];
     Product logits[kTokenBlocks];
     wait(shared_address(&shared.k_full[stage]), parity);
-    multiply(logits, shared_address(tile.keys), k_major(shared_address(own.query), kOperandGroupBytes));
+    multiply(logits, of_head(tile.keys), k_major(shared_address(own.query), kOperandGroupBytes));
 #pragma unroll
     for (int t = 0; t < kTokenBlocks; ++t) fence_registers(logits[t]);
     scale_and_mask(logits, item, first);
@@ -179,7 +185,7 @@ struct Consumer {
     if (!item.hides(first)) wait(shared_address(&shared.v_full[stage]), parity);
     if (hands_over && first + kTile >= item.end) hand_over();
     fence_output();
-    multiply_add(output, shared_address(tile.values), k_major(shared_address(own.p[buffer]), kOperandGroupBytes));
+    multiply_add(output, of_head(tile.values), k_major(shared_address(own.p[buffer]), kOperandGroupBytes));
     fence_output();
     arrive_by_warp(shared_address(&shared.empty[stage]));
     if (++stage == kStages) stage = 0, parity ^= 1;
@@ -244,10 +250,10 @@ struct Consumer {
   }
 
   DEVICE void run(const WorkList& list) {
-    int i = list.begin + number;
-    WorkItem item = number == 0 ? list.first : read_item(p, i, list.stop);
-    uint32 tile = number == 0 ? 0 : list.first.tiles();  // number of the item's first KV tile among all of this CTA
-    for (; i < list.stop; i += kConsumers) {
+    int i = list.begin + turn;
+    WorkItem item = turn == 0 ? list.first : read_item(p, i, list.stop);
+    uint32 tile = turn == 0 ? 0 : list.first.tiles();  // number of the item's first KV tile among all of this CTA
+    for (; i < list.stop; i += kTurns) {
       QueryChunks query(queries, item.row, p.rows, thread);
       const WorkItem of_other = read_item(p, i + 1, list.stop), next = read_item(p, i + 2, list.stop);
 #pragma unroll

@@ -11,25 +11,28 @@ namespace attn_ops {
 namespace {
 
 constexpr int kDim = HEAD_DIM;
-constexpr int kPackedRows = PACKED_ROWS;  // query heads of a KV head, at most
-constexpr int kTileBytes = 16 << 10;      // of the keys of a KV tile, and of its values
-constexpr int kTokenBytes = kDim * (KV_FP8 ? 1 : 2);
-constexpr int kTile = kTileBytes / kTokenBytes;  // tokens of a KV tile
-constexpr int kStages = 3;                       // KV tiles of the ring. With more, SMs share the bandwidth less evenly
-constexpr int kConsumers = 2, kConsumerWarps = 4, kConsumerThreads = 32 * kConsumerWarps;
+constexpr int kPackedRows = PACKED_ROWS;                      // query heads of a KV head, at most
+constexpr int kTileBytes = 16 << 10;                          // of the keys of a KV tile, and of its values
+constexpr int kTokenBytes = kDim * (KV_FP8 ? 1 : 2);          // of one head
+constexpr int kTile = kTileBytes / (KV_HEADS * kTokenBytes);  // tokens of a KV tile
+constexpr int kStages = 3;  // KV tiles of the ring. With more, SMs share the bandwidth less evenly
+constexpr int kTurns = 2;   // consumers of a KV head
+constexpr int kConsumers = KV_HEADS * kTurns, kConsumerWarps = 4, kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kProducerWarp = kConsumers * kConsumerWarps, kThreads = 32 * (kProducerWarp + 1);
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
 // A token in shared memory has rows as wide as the swizzle. A page is one box: its tokens are in groups of 8, each with
-// all its columns.
+// all columns of one head, then of the other.
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
-constexpr int kBlockBytes = 8 * kRowBytes;    // to the next rows of the same tokens
-constexpr int kGroupBytes = 8 * kTokenBytes;  // to the next 8 tokens
+constexpr int kBlockBytes = 8 * kRowBytes;          // to the next rows of the same tokens
+constexpr int kHeadBytes = 8 * kTokenBytes;         // to the same tokens of the other head
+constexpr int kGroupBytes = KV_HEADS * kHeadBytes;  // to the next 8 tokens
 // The query and P are 16-bit operands of rows of 64 columns, or of 64 tokens.
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;
 constexpr int kOperandBytes = kPackedRows * kOperandRowBytes;  // to the next 64 columns or tokens
 constexpr int kStagedRowBytes = kDim * 4 + 16;  // of a head of a result. By the 16, lanes store to different banks
 static_assert(kTile / 8 <= 32);                 // boxes of a KV tile: a lane has one
-enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // and those of the other consumer
+static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // a tensor map has one dimension for heads and rows
+enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // and those of the other consumers
 
 struct Stage {
   char keys[kTileBytes], values[kTileBytes];
@@ -57,8 +60,11 @@ struct Problem {
   int box;  // tokens of a TMA box, a power of 2 that divides a page
 };
 
-DEVICE int kv_head() { return blockIdx.x; }
-DEVICE int num_kv_heads() { return gridDim.x; }
+DEVICE int first_kv_head() { return blockIdx.x * KV_HEADS; }
+DEVICE int kv_head() {  // of a consumer
+  return first_kv_head() + (KV_HEADS > 1 ? threadIdx.x / (kTurns * kConsumerThreads) : 0);
+}
+DEVICE int num_kv_heads() { return gridDim.x * KV_HEADS; }
 DEVICE int cta_of_plan() { return blockIdx.y; }
 DEVICE int num_ctas() { return gridDim.y; }
 

@@ -32,7 +32,7 @@ DEVICE Box locate_box(const Problem& p, const WorkItem& item, int first) {
 // next item, and the item after that. Page numbers are read 32 boxes at a time, at least one KV tile ahead.
 DEVICE void produce(const Problem& p, const Source& keys, const Source& values, bool early, Shared& shared) {
   const int lane = threadIdx.x % 32, boxes = kTile / p.box, box_bytes = p.box / 8 * kGroupBytes;
-  const int k_head = kv_head() * keys.head_step, v_head = kv_head() * values.head_step;
+  const int k_head = first_kv_head() * keys.head_step, v_head = first_kv_head() * values.head_step;
   const uint64 policy = l2_cache_policy(true);
   const WorkList list(p);
   WorkItem item = list.first;

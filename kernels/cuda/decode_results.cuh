@@ -108,11 +108,12 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
 }
 
 // Zeros, and an LSE of -inf or the sink, to those rows of this CTA that have no tokens: they have no work item. The
-// warps of all consumers; a lane looks at a row of every 32.
+// warps of the consumers of a KV head; a lane looks at a row of every 32.
 DEVICE void store_empty_rows(const Problem& p, const Results& to) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = min(p.rows, p.max_batch);
+  constexpr int kWarps = kTurns * kConsumerWarps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps, rows = min(p.rows, p.max_batch);
   for (int64 first = cta_of_plan() + int64(32 * warp) * num_ctas(); first < rows;
-       first += int64(32) * kConsumers * kConsumerWarps * num_ctas()) {
+       first += int64(32) * kWarps * num_ctas()) {
     const int64 row = first + int64(lane) * num_ctas();
     uint32 empty = __ballot_sync(~0u, row < rows && p.kv_len[row] <= 0);
     for (; empty; empty &= empty - 1)

@@ -48,20 +48,27 @@ def box_of_pages(page_size: int, most: int) -> int:
 
 
 def paged_map(
-    t: Tensor, strides: Sequence[Any], heads: int, page_size: int, box: int, row_bytes: int = ROW_BYTES
+    t: Tensor,
+    strides: Sequence[Any],
+    heads: int,
+    page_size: int,
+    box: int,
+    row_bytes: int = ROW_BYTES,
+    heads_of_box: int = 1,
 ) -> tuple[TensorMap, int, int]:
     """The map of paged keys or values, and what a page and a head add to its outermost index.
 
-    Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most.
+    Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most. A box has several
+    heads where each is one row of a token.
     """
     page, token, head = strides
     if not (isinstance(page, int) and isinstance(head, int)):
         raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
     unit = math.gcd(page, head)
-    pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - 1) * (head // unit) + 1
+    pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - heads_of_box) * (head // unit) + 1
     columns = row_columns(t, row_bytes)
-    blocks = t.shape[-1] // columns
-    shape = pages_and_heads, page_size // GROUP_TOKENS, blocks, GROUP_TOKENS, columns
-    strides = unit, GROUP_TOKENS * token, columns, token, 1
-    boxes = 1, box // GROUP_TOKENS, blocks, GROUP_TOKENS, columns
+    rows, row = (heads_of_box, head) if heads_of_box > 1 else (t.shape[-1] // columns, columns)  # of a token
+    shape = pages_and_heads, page_size // GROUP_TOKENS, rows, GROUP_TOKENS, columns
+    strides = unit, GROUP_TOKENS * token, row, token, 1
+    boxes = 1, box // GROUP_TOKENS, rows, GROUP_TOKENS, columns
     return TensorMap(t, shape, strides, boxes, columns * t.element_size()), page // unit, head // unit

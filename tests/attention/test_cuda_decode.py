@@ -53,6 +53,11 @@ CASES = [
     *(replace(case, name=f"FP8, {case.name}") for case in one_at_a_time(FP8, AXES | FP8_AXES)),
     *sampled(BASE, AXES, 60, seed=5),
     *(replace(case, name=f"FP8, {case.name}") for case in sampled(FP8, AXES | FP8_AXES, 60, seed=6)),
+    *(
+        replace(base, name=f"{base.name}, {heads[1]} KV heads of 64", head_dims=(64, 64), heads=heads, kv_layout=layout)
+        for base in (BASE, replace(FP8, name="FP8"))
+        for heads, layout in (((9, 3), "NHD"), ((72, 6), "NHD"), ((32, 4), "HND"))
+    ),
     replace(BASE, name="empty", kv_lens=(), padding=2),
     replace(BASE, name="window, planned", window_left=100, planner={"window_left": 100, "num_ctas": 3}),
 ]

@@ -23,23 +23,24 @@ from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 
 SHARED_PER_CTA, SHARED_PER_SM, RESERVED_PER_CTA = 227 << 10, 228 << 10, 1 << 10
-REGISTERS_PER_THREAD = 168
-"""With which three of the nine warps fit in the register file of a quarter of an SM."""
+REGISTERS_PER_THREAD = {1: 168, 2: 96}
+"""KV heads of a CTA -> with which three of its 9 or five of its 17 warps fit in the register file of a quarter of an
+SM."""
 
 KEYS = list(decode.SPECIALIZATIONS)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("key", [key for key in KEYS if key[2] == torch.float16], ids=str)
+@pytest.mark.parametrize("key", [key for key in KEYS if key[3] == torch.float16], ids=str)
 def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
-    (dim, packed_rows, _, fp8), one = key, decode.SPECIALIZATIONS[key]
+    (dim, kv_heads, packed_rows, _, fp8), one = key, decode.SPECIALIZATIONS[key]
     expected = {
-        "sizeof(Shared)": -(-decode.shared_bytes(dim, packed_rows, fp8 is not None) // 1024) * 1024,
-        "kTile": decode.tile_tokens(dim, fp8 is not None),
+        "sizeof(Shared)": -(-decode.shared_bytes(dim, kv_heads, packed_rows, fp8 is not None) // 1024) * 1024,
+        "kTile": decode.tile_tokens(dim, kv_heads, fp8 is not None),
         "kTileBytes": decode.TILE_BYTES,
         "kStages": decode.STAGES,
-        "kThreads": decode.THREADS,
+        "kThreads": one.threads,
         "kPackedRows": packed_rows,
         "kRowBytes": min(dim * (2 if fp8 is None else 1), operands.ROW_BYTES),
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), operands.OUT_TYPES.values(), strict=True)),
@@ -52,10 +53,11 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_one_cta_fits_on_an_sm_and_nothing_is_spilled(key: tuple[Any, ...]) -> None:
+    _, kv_heads, *_ = key
     used = usage_of(decode.SPECIALIZATIONS[key])
     assert used.shared <= SHARED_PER_CTA
     assert 2 * (used.shared + RESERVED_PER_CTA) > SHARED_PER_SM
-    assert used.registers <= REGISTERS_PER_THREAD
+    assert used.registers <= REGISTERS_PER_THREAD[kv_heads]
     assert used.stack == 0
 
 
@@ -63,8 +65,8 @@ def test_one_cta_fits_on_an_sm_and_nothing_is_spilled(key: tuple[Any, ...]) -> N
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_kv_tile_takes_the_products_of_its_packed_rows(key: tuple[Any, ...]) -> None:
     """Of a consumer warp. No product waits for the one before it, and nothing is spilled in the mainloop."""
-    (dim, packed_rows, _, fp8), code = key, disassembly(decode.SPECIALIZATIONS[key])
-    tokens = decode.tile_tokens(dim, fp8 is not None)
+    (dim, kv_heads, packed_rows, _, fp8), code = key, disassembly(decode.SPECIALIZATIONS[key])
+    tokens = decode.tile_tokens(dim, kv_heads, fp8 is not None)
     products = [m.start() for m in re.finditer(r"\bHGMMA\.64x(\d+)x16", code)]
     assert set(re.findall(r"\bHGMMA\.64x(\d+)x16", code)) == {str(packed_rows)}
     assert len(products) == 2 * (tokens // 64) * (dim // 16)
@@ -74,7 +76,14 @@ def test_a_kv_tile_takes_the_products_of_its_packed_rows(key: tuple[Any, ...]) -
 
 @needs_nvrtc
 @needs_the_module
-def test_the_grid_is_kv_heads_by_ctas_of_the_plan(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "grid", "threads"),
+    [(128, 2, [2, 7, 1], 288), (64, 2, [1, 7, 1], 544), (64, 6, [3, 7, 1], 544), (64, 3, [3, 7, 1], 288)],
+)
+def test_the_grid_is_kv_heads_by_ctas_of_the_plan(
+    dim: int, kv_heads: int, grid: list[int], threads: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of heads of 64 a CTA has two, if their number is even."""
     grids: list[tuple[Any, ...]] = []
     launch = decode.launch
 
@@ -84,11 +93,11 @@ def test_the_grid_is_kv_heads_by_ctas_of_the_plan(fake_driver: FakeDriver, monke
 
     monkeypatch.setattr(decode, "launch", spy)
     monkeypatch.setattr(decode, "is_eager", lambda q: True)
-    sizes: dict[str, Any] = {"kv_lens": (700, 20), "heads": (8, 2), "planner": {"num_ctas": 7}}
-    arguments = Setup("decode", Case("launch", dtype=torch.bfloat16, head_dims=(128, 128), **sizes)).arguments
+    sizes: dict[str, Any] = {"kv_lens": (700, 20), "heads": (4 * kv_heads, kv_heads), "planner": {"num_ctas": 7}}
+    arguments = Setup("decode", Case("launch", dtype=torch.bfloat16, head_dims=(dim, dim), **sizes)).arguments
     tensors = [arguments.pop(name) for name in ("q", "k_cache", "v_cache", "plan", "workspace")]
     decode.batch_decode(*tensors, **arguments)
-    assert grids == [([2, 7, 1], 288, 1)]
+    assert grids == [(grid, threads, 1)]
 
 
 GOOD = Problem(
@@ -106,17 +115,18 @@ GOOD = Problem(
 
 F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TAKEN: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
-    ({}, (128, 8, BF16, None)),
-    ({"num_qo_heads": 16}, (128, 8, BF16, None)),
-    ({"num_qo_heads": 18}, (128, 16, BF16, None)),
-    ({"num_qo_heads": 32}, (128, 16, BF16, None)),
-    ({"dtype": F16, "kv_dtype": F16, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 8, F16, None)),
-    ({"kv_dtype": E4M3}, (128, 8, F16, E4M3)),
-    ({"dtype": F16, "kv_dtype": E5M2}, (128, 8, F16, E5M2)),
-    ({"page_size": 64}, (128, 8, BF16, None)),
-    ({"page_size": 272}, (128, 8, BF16, None)),
-    ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 8, BF16, None)),
-    ({"context_ranks": 2}, (128, 8, BF16, None)),
+    ({}, (128, 1, 8, BF16, None)),
+    ({"num_qo_heads": 16}, (128, 1, 8, BF16, None)),
+    ({"num_qo_heads": 18}, (128, 1, 16, BF16, None)),
+    ({"num_qo_heads": 32}, (128, 1, 16, BF16, None)),
+    ({"dtype": F16, "kv_dtype": F16, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 2, 8, F16, None)),
+    ({"num_qo_heads": 15, "num_kv_heads": 5, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 1, 8, BF16, None)),
+    ({"kv_dtype": E4M3}, (128, 1, 8, F16, E4M3)),
+    ({"dtype": F16, "kv_dtype": E5M2}, (128, 1, 8, F16, E5M2)),
+    ({"page_size": 64}, (128, 1, 8, BF16, None)),
+    ({"page_size": 272}, (128, 1, 8, BF16, None)),
+    ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 1, 8, BF16, None)),
+    ({"context_ranks": 2}, (128, 1, 8, BF16, None)),
 ]
 
 

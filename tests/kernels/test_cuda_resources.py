@@ -43,7 +43,7 @@ def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
         assert row.registers <= REGISTER_FILE, name
 
 
-REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.function != "mla_swap_ab"]
+REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.function not in ("decode", "mla_swap_ab")]
 """With swapped operands consumers need no more registers than the launch gives each warp."""
 
 

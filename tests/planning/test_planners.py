@@ -287,7 +287,8 @@ def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
     ("heads", "dim", "page_size", "hopper", "expected"),
     [
         ((32, 8), 128, 16, True, 16),
-        ((32, 8), 64, 48, True, 16),
+        ((32, 8), 64, 48, True, 32),
+        ((21, 7), 64, 48, True, 16),
         ((48, 4), 128, 16, True, 32),
         ((32, 32), 128, 16, True, 4),
         ((256, 256), 128, 16, True, 1),
