@@ -18,7 +18,6 @@ from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout
 from attn_ops.frontend.base import graph_buffers
 from attn_ops.frontend.cudnn import cudnn_batch_decode_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
-from attn_ops.frontend.flash.metadata import FoundCall
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
@@ -27,6 +26,7 @@ from attn_ops.frontend.plan_spec import splitting
 from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.ops.unsupported import needs_general_decode

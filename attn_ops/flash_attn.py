@@ -39,13 +39,14 @@ from attn_ops.frontend.flash.calls import (
     unpack_qkv,
     varlen_attention,
 )
-from attn_ops.frontend.flash.metadata import SchedulerMetadata, SharedPlans
+from attn_ops.frontend.flash.metadata import SchedulerMetadata
 from attn_ops.frontend.flash.padded import SpreadCall, Used
 from attn_ops.frontend.flash.plan_spec import cache_spec, runs_decode
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.shared_plans import SharedPlans
 from attn_ops.typed import typed
 
 __all__ = [
@@ -258,7 +259,7 @@ def flash_attn_varlen_func(
             table_name="block_table",
         )
         found = batch.metadata(where, scheduler_metadata)
-        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.metadata, k.shape[1])
+        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.value, k.shape[1])
         scales = descales.of_rows(where, q, k, batch.requests, cu_seqlens_q)
         given = CacheArguments(q, qv, k, v)
         call = tensors.attend(where, found, options, scales, Result(None, return_softmax_lse, out), given)
@@ -391,7 +392,7 @@ def flash_attn_with_kvcache(
         starts = cached if rotary_seqlens is None else CacheLengths.of(where, "rotary_seqlens", rotary_seqlens)
         rows, new = rotate(where, rotary, rows, new, k_cache, batch, starts, options)
     tensors = CacheTensors.of(rows, latents, (k_cache, v_cache), new, decode).for_plan(
-        where, found.metadata, k_cache.shape[1]
+        where, found.value, k_cache.shape[1]
     )
     scales = descales.of_rows(where, rows, k_cache, requests, cu_seqlens_q)
     result, given = Result(shape, return_softmax_lse, out), CacheArguments(q, qv, k_cache, v_cache, k, v)

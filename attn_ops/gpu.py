@@ -29,6 +29,11 @@ def is_hopper(device: torch.device) -> bool:
     return bool(properties(device).major == HOPPER)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     return int(properties(device).multi_processor_count)

@@ -34,6 +34,7 @@ from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import RunWithLse
+from attn_ops.gpu import is_capturing
 from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, bounded, softmax_scale
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
@@ -358,7 +359,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
                 numbers = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
             # In a capture its values are written by the replay.
-            if real(numbers) and not (pages.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if real(numbers) and not (pages.is_cuda and is_capturing()):
                 self._page_numbers = numbers
         return numbers
 

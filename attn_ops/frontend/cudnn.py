@@ -22,6 +22,7 @@ from attn_ops.frontend.one_shot import (
 )
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.gpu import is_capturing
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import cumulative, seen
 from attn_ops.typed import typed
@@ -37,7 +38,7 @@ def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tu
     if units not in OFFSET_UNITS:
         fail(OptionError, where, f"batch_offsets_units is {units!r}", " or ".join(OFFSET_UNITS), "pass one of the two")
     given = {name: pair for name, pair in offsets.items() if pair[0] is not None}
-    if not given or is_traced() or (indptr.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not given or is_traced() or (indptr.is_cuda and is_capturing()):
         return
     for name, (tensor, elements) in given.items():
         assert tensor is not None

@@ -22,6 +22,7 @@ from attn_ops.errors import (
     shape_of,
 )
 from attn_ops.frontend.arguments import required
+from attn_ops.gpu import is_capturing
 from attn_ops.plan.page_table import PageTable, real, seen
 from attn_ops.plan.state import PrefillPlan
 
@@ -59,7 +60,7 @@ def packed_mask_by_plan(
 ) -> Tensor | None:
     """:func:`packed_mask` for the requests of a plan, whose lengths are not looked at while tracing or capturing."""
     qo_len, kv_len = plan.qo_indptr.diff(), plan.kv_len
-    if real(kv_len) and not (kv_len.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if real(kv_len) and not (kv_len.is_cuda and is_capturing()):
         return packed_mask(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
     if packed_custom_mask is not None:
         _check(where, "packed_custom_mask", packed_custom_mask, PACKED)

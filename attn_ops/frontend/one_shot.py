@@ -17,16 +17,17 @@ from attn_ops.errors import DTypeError, PageTableError, ShapeError, dtype_name, 
 from attn_ops.frontend.arguments import computed_dtype, given_tensor, positive, ranked, required
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
-from attn_ops.frontend.flash.metadata import BatchForm, FoundCall, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.frontend.shared_plans import FoundCall, Scheduled, shared
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 QUERY_DIMS, RAGGED_DIMS = "[rows, num_qo_heads, head_dim]", "[rows, heads, head_dim]"
 
@@ -368,7 +369,7 @@ def dense_call(
         spec = PlanSpec(decode=True, paged=True, **form)  # pages of one token, which the general kernel alone takes
         options = options._replace(causal=False, window_right=-1)  # its position is that of the last key
 
-    def make() -> SchedulerMetadata:
+    def make() -> DecodePlan | PrefillPlan:
         kv_indptr = uniform_indptr(1, kv_len, device)
         batch: BlockTables | RaggedLengths
         if decode:
@@ -376,10 +377,10 @@ def dense_call(
             batch = BlockTables(spec, pages, kv_indptr[1:], None, rows)
         else:
             batch = RaggedLengths(spec, uniform_indptr(1, rows, device), kv_indptr, rows, kv_len)
-        return SchedulerMetadata.without_append(batch.plan(), BatchForm(1, rows), device)
+        return batch.plan()
 
     found = shared(("one request", spec, rows, kv_len), (), device, make)
-    source = Scheduled(found.metadata.plan, (q.shape[2], v.shape[2]))
+    source = Scheduled(found.value, (q.shape[2], v.shape[2]))
     op, tensors = ("batch_decode", (q, k[:, None], v[:, None])) if decode else ("ragged_prefill", (q, k, v))
     call = AttentionCall(where, op, tensors, source, options, output, scales, "NHD", backend)
     return FoundCall(call, found, tuple(zip(tensors[1:], kv, strict=True)))

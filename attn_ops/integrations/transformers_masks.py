@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import UnsupportedError
-from attn_ops.frontend.flash.metadata import SharedPlans, active_blocks
+from attn_ops.frontend.shared_plans import SharedPlans, active_blocks
 
 WHERE = "attn_implementation='attn_ops'"
 

@@ -22,8 +22,7 @@ from attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from attn_ops.frontend import call_plans
-from attn_ops.frontend.flash import metadata
+from attn_ops.frontend import call_plans, shared_plans
 
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="lengths on the host")
 
@@ -44,15 +43,15 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for source in (call_plans.RaggedLengths, call_plans.BlockTables):
         monkeypatch.setattr(source, "plan", counted(source))
-    metadata.host_plans().entries.clear()
+    shared_plans.host_plans().entries.clear()
     yield made
-    metadata.host_plans().entries.clear()
+    shared_plans.host_plans().entries.clear()
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are not looked at, as those on a GPU."""
-    monkeypatch.setattr(metadata, "seen", lambda _: False)
+    monkeypatch.setattr(shared_plans, "seen", lambda _: False)
 
 
 class Varlen:
@@ -118,9 +117,9 @@ def test_equal_lengths_share_a_plan_whatever_tensors_hold_them(plans: list[str])
 @on_cpu
 def test_plans_of_the_host_are_bounded(plans: list[str]) -> None:
     q = torch.randn(2, 3, 4, 16)
-    for n in range(1, 2 * metadata.MAX_HOST_PLANS):
+    for n in range(1, 2 * shared_plans.MAX_HOST_PLANS):
         flash_attn_func(q, q[:, :, :2].repeat(1, n, 1, 1), q[:, :, :2].repeat(1, n, 1, 1))
-    assert len(metadata.host_plans().entries) == metadata.MAX_HOST_PLANS
+    assert len(shared_plans.host_plans().entries) == shared_plans.MAX_HOST_PLANS
 
 
 def test_equal_sizes_share_a_plan(plans: list[str]) -> None:
@@ -213,7 +212,7 @@ def test_blocks_belong_to_a_thread(plans: list[str]) -> None:
 @pytest.mark.usefixtures("on_gpu")
 def test_captures_do_not_share_plans_with_eager_calls(plans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     batch, capturing = Varlen(), [False]
-    monkeypatch.setattr(metadata, "is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(shared_plans, "is_capturing", lambda: capturing[0])
     shared = SharedPlans()
     with shared:
         batch.run()
@@ -234,7 +233,7 @@ def test_captures_do_not_share_plans_with_eager_calls(plans: list[str], monkeypa
 def test_captures_plan_for_lengths_on_the_host(plans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Varlen()
     batch.run()
-    monkeypatch.setattr(metadata, "is_capturing", lambda: True)
+    monkeypatch.setattr(shared_plans, "is_capturing", lambda: True)
     batch.run()
     assert len(plans) == 2
 

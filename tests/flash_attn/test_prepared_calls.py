@@ -24,6 +24,7 @@ from attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
+from attn_ops.frontend import shared_plans
 from attn_ops.frontend.flash import arguments, metadata
 
 OPS = ("batch_decode", "batch_prefill", "ragged_prefill", "single_prefill", "append_kv")
@@ -50,7 +51,8 @@ def replays(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Replays
     if DEVICE == "cuda":
         pytest.skip("tensors on the CPU stand for those of a GPU")
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(metadata, "seen", lambda _: False)
+    for module in (metadata, shared_plans):
+        monkeypatch.setattr(module, "seen", lambda _: False)
     image = f.load()
 
     def cache_of(op: str) -> OpCache:
@@ -95,7 +97,7 @@ def test_a_dense_call_of_one_request_is_replayed(replays: Replays) -> None:
 
 
 def test_a_dense_call_of_several_requests_finds_its_plan(replays: Replays) -> None:
-    metadata.host_plans().entries.clear()
+    shared_plans.host_plans().entries.clear()
     found = [replays.of(lambda: flash_attn_func(*dense(3, 5, 9))) for _ in range(3)]
     assert found == [(1, 0), (0, 1), (0, 1)]
 

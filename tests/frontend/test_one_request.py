@@ -15,7 +15,7 @@ from attn_ops import flash_attn
 from attn_ops.errors import ShapeError
 from attn_ops.frontend import call_plans, one_shot
 from attn_ops.frontend.flash import calls
-from attn_ops.frontend.flash.metadata import host_plans
+from attn_ops.frontend.shared_plans import host_plans
 
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 64, 5000
 
@@ -110,8 +110,8 @@ def test_fp8(fp8: str) -> None:
 
 def test_flash_attn_func_shares_the_plan_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     plans, q, (k, v) = [], tensors(7)[0], (t[: TOKENS - 1] for t in tensors(7)[1:])  # lengths of no other test
-    make = calls.ragged_metadata
-    monkeypatch.setattr(calls, "ragged_metadata", lambda *args: plans.append(args) or make(*args))
+    make = calls.ragged_plan
+    monkeypatch.setattr(calls, "ragged_plan", lambda *args: plans.append(args) or make(*args))
     for _ in range(2):
         out = flash_attn.flash_attn_func(q[None], k[None], v[None], causal=True)
         Expected.of([(q, k, v)], causal=True).check(out[0])

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from attn_ops.errors import ArgumentError, GradientError, UnsupportedError
+from attn_ops.frontend import shared_plans
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
-from attn_ops.frontend.flash import metadata
 from attn_ops.integrations.transformers import attention_forward
 from attn_ops.integrations.transformers_refusals import REFUSED
 
@@ -39,8 +39,8 @@ def plans(run: Callable[[], Any]) -> int:
 def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where lengths are. Those on a device are not read: plans are shared by the tensors alone."""
     if request.param == "device":
-        monkeypatch.setattr(metadata, "seen", lambda t: False)
-    metadata.host_plans().entries.clear()
+        monkeypatch.setattr(shared_plans, "seen", lambda t: False)
+    shared_plans.host_plans().entries.clear()
     return request.param
 
 

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from attn_ops.eager import captured_call, prepared_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
 from attn_ops.eager.prepared_call import OpCache, flatten_tensors
-from attn_ops.frontend.flash import arguments
-from attn_ops.frontend.flash import metadata as flash_metadata
+from attn_ops.frontend import shared_plans
+from attn_ops.frontend.flash import arguments, metadata
 from attn_ops.integrations import transformers_plans as plans
 from attn_ops.integrations.transformers_cache import CAPACITY_STEP
 
@@ -76,7 +76,8 @@ def qkv(batch: int, kv_length: int, q_length: int = 1) -> tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_layers_after_the_first_dispatch_one_op(padding: int, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the allocation of scratch memory: nothing is copied, planned or read."""
-    monkeypatch.setattr(flash_metadata, "seen", lambda _: False)  # page numbers on the host are checked in every layer
+    for module in (metadata, shared_plans):  # page numbers on the host are checked in every layer
+        monkeypatch.setattr(module, "seen", lambda _: False)
     mask = bounds(2, 9, padding=padding)
     q, k, v = qkv(2, 9)
     with torch.no_grad():

@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontend",),
     ("call",),
     ("frontend.call_plans",),
-    ("frontend.flash.metadata", "frontend.planned_batch"),
+    ("frontend.flash.metadata", "frontend.planned_batch", "frontend.shared_plans"),
     ("frontend.one_shot",),
     ("frontend.base", "frontend.cudnn", "frontend.flash", "frontend.sparse_latent", "frontend.trtllm", "frontend.xqa"),
     ("frontend.deepseek",),

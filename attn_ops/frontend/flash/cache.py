@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
@@ -20,21 +21,16 @@ from attn_ops.frontend.call_plans import BlockTables
 from attn_ops.frontend.flash.calls import FlashCall, Result
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
-    LEFTPAD,
-    PAGES,
-    ROWS,
     BatchForm,
-    Found,
     GivenMetadata,
-    Scheduled,
     SchedulerMetadata,
     check_given,
     nothing_appended,
-    shared,
 )
 from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.one_shot import block_table, check_pages, lengths, too_long
 from attn_ops.frontend.scales import ScaleFactors
+from attn_ops.frontend.shared_plans import Found, Scheduled, shared
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
@@ -118,13 +114,13 @@ class CacheBatch(NamedTuple):
 
     @property
     def form(self) -> BatchForm:
-        return BatchForm(self.requests, self.rows, self.appended, self.chunk, self.spec.page_size, self.tables)
+        given = map(int, self._given)
+        return BatchForm(self.requests, self.rows, self.appended, self.chunk, self.spec.page_size, *given)
 
     @property
-    def tables(self) -> int:
-        """What the batch says of its places."""
-        given = ((self.table, PAGES), (self.cache_batch_idx, ROWS), (self.leftpad, LEFTPAD))
-        return sum(flag for t, flag in given if t is not None)
+    def _given(self) -> tuple[bool, bool, bool]:
+        """Which tensors say where the requests are."""
+        return self.table is not None, self.cache_batch_idx is not None, self.leftpad is not None
 
     def block_table(self, where: str) -> Tensor:
         """int32 ``[batch, pages]`` on the device."""
@@ -160,7 +156,7 @@ class CacheBatch(NamedTuple):
         capacity, new = table.shape[1] * self.spec.page_size, nothing_appended(self.device)
         self._check_number(where, capacity)
         after, spec = self.after(where, capacity), self.spec
-        if by_tokens(self.tables, self.chunk, spec.page_size):
+        if self.form.by_tokens:
             table, spec = by_token(table, spec.page_size), spec._replace(page_size=1)
         held = after  # the op page_table holds it to the table
         if self.leftpad is not None or self.chunk:
@@ -181,12 +177,12 @@ class CacheBatch(NamedTuple):
         plan = BlockTables(spec, table.contiguous(), held, qo_indptr, self.rows).plan()
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new, *pages)
 
-    def unplanned(self, missing: int) -> SchedulerMetadata:
-        """Metadata that lacks what the flags of ``missing`` name: each call plans for its own."""
+    def unplanned(self, **missing: int) -> SchedulerMetadata:
+        """Metadata that lacks what these fields of the form name: each call plans for its own."""
         table = torch.empty((self.requests, 0), dtype=torch.int32, device=self.device)
         qo_indptr = None if self.spec.decode else uniform_indptr(self.requests, 0, self.device)
         plan = BlockTables(self.spec, table, table.new_zeros(self.requests), qo_indptr, self.rows).plan()
-        return SchedulerMetadata.without_append(plan, self.form._replace(tables=self.tables | missing), self.device)
+        return SchedulerMetadata.without_append(plan, self.form._replace(**missing), self.device)
 
     def after(self, where: str, capacity: int) -> Tensor:
         """int32 ``[batch]``: the lengths after the append, which are checked on the host."""
@@ -212,7 +208,7 @@ class CacheBatch(NamedTuple):
         In every call: layers share a plan, and their caches may have different sizes.
         """
         given = [t for t in (*self._tensors(), *self.lengths.tensors()) if t is not None]
-        if not self.tables or is_traced() or not all(map(seen, given)):
+        if not any(self._given) or is_traced() or not all(map(seen, given)):
             return
         host = self._replace(device=torch.device("cpu"))
         if self.cache_batch_idx is not None:
@@ -286,18 +282,17 @@ class CacheBatch(NamedTuple):
             made = check_given(where, given, self.form, self.spec.decode)
             known = BatchForm.of(made)
             if not known.plans_for_others(self.form):
-                split = by_tokens(known.tables, self.chunk, self.spec.page_size)
                 checked = GivenMetadata(
                     where,
                     made.plan.kv_indptr.shape[0] - 1 if self.chunk else self.requests,
-                    self.places * (self.spec.page_size if split else 1),
+                    self.places * (self.spec.page_size if known.by_tokens else 1),
                     tuple(t for t in self._lengths_and_tables() if t is not None),
                 )
                 checked.check(made)
-                return Found(made, given=checked)
+                return Found(made, given=functools.partial(checked.lookup, made))
         self.check_places(where)
         key, tensors = ("cache", self.spec, self.form, self.lengths.key()), self._lengths_and_tables()
-        found = shared(key, tensors, self.device, lambda: self.make(where), self.places if self.tables else 0)
+        found = shared(key, tensors, self.device, lambda: self.make(where), self.places if any(self._given) else 0)
         if is_traced() or self.device.type != "cpu":
             return found
         given = [t is not None for t in self._lengths_and_tables()]
@@ -306,14 +301,10 @@ class CacheBatch(NamedTuple):
         def replan(*tensors: Tensor) -> SchedulerMetadata:
             slots = iter(tensors)
             batch = without_tensors._of([next(slots) if is_given else None for is_given in given])
-            return batch.metadata(where, None).metadata
+            made: SchedulerMetadata = batch.metadata(where, None).value
+            return made
 
         return found._replace(replan=replan)
-
-
-def by_tokens(tables: int, chunk: int, page_size: int) -> bool:
-    """Whether pages of the plan are of one token: requests, or their chunks, begin within pages of the cache."""
-    return bool(tables & LEFTPAD) or (chunk > 0 and chunk % max(1, page_size) != 0)
 
 
 def has_pages_in_a_row(cache: Tensor) -> bool:
@@ -405,8 +396,7 @@ class CacheTensors(NamedTuple):
 
     def for_plan(self, where: str, metadata: SchedulerMetadata, page_size: int) -> CacheTensors:
         """The caches by the pages of the plan, which may be of one token."""
-        form = BatchForm.of(metadata)
-        if page_size == 1 or not by_tokens(form.tables, form.chunk, page_size):
+        if page_size == 1 or not BatchForm.of(metadata).by_tokens:
             return self
         k, v = (pages_of_one(where, "a cache", t) for t in self.caches)
         return self._replace(caches=(k, v))
@@ -434,7 +424,7 @@ class CacheTensors(NamedTuple):
         given: CacheArguments,
     ) -> FlashCall:
         """The call that appends the new tokens and attends to the caches."""
-        metadata = found.metadata
+        metadata: SchedulerMetadata = found.value
         source = Scheduled(metadata.plan, self.head_dims)
         tensors = (*self.queries, *self.caches)
         call = AttentionCall(where, self.op, tensors, source, options, result.spec(tensors[0]), scales)

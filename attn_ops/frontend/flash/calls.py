@@ -18,14 +18,15 @@ from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
-from attn_ops.frontend.flash.metadata import BatchForm, Found, FoundCall, Scheduled, SchedulerMetadata, shared
 from attn_ops.frontend.flash.plan_spec import ragged_spec
 from attn_ops.frontend.one_shot import unplanned_call
 from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
+from attn_ops.frontend.shared_plans import Found, FoundCall, Scheduled, shared
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.symbolic_sizes import at_most
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
@@ -130,16 +131,14 @@ def with_latents(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None)
     return joined(torch.cat, (q, qv), -1), joined(torch.cat, (k, v), -1)
 
 
-def ragged_metadata(
+def ragged_plan(
     spec: PlanSpec, qo_indptr: Tensor, kv_indptr: Tensor, rows: int, keys: int, max_kv_len: int, chunk: int
-) -> SchedulerMetadata:
+) -> DecodePlan | PrefillPlan:
     """The plan of a batch over ragged keys, of which a row sees its chunk alone, if there are chunks."""
-    device, form = qo_indptr.device, BatchForm(qo_indptr.shape[0] - 1, rows, chunk=chunk)
     if chunk:
         qo_indptr, kv_indptr = ragged_chunks(qo_indptr, kv_indptr, chunk, keys)
         max_kv_len = at_most(max_kv_len, chunk)
-    plan = RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len).plan()
-    return SchedulerMetadata.without_append(plan, form, device)
+    return RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len).plan()
 
 
 def dense_attention(
@@ -178,12 +177,12 @@ def dense_attention(
     if batch == 1 and not chunk and not splits_pay(spec, q_len, kv_len, device):
         return FlashCall(unplanned_call(where, rows, options, result.spec(q), scales), result, views)
 
-    def make() -> SchedulerMetadata:
+    def make() -> DecodePlan | PrefillPlan:
         qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
-        return ragged_metadata(spec, qo_indptr, kv_indptr, batch * q_len, batch * kv_len, kv_len, chunk)
+        return ragged_plan(spec, qo_indptr, kv_indptr, batch * q_len, batch * kv_len, kv_len, chunk)
 
     found = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
-    source = Scheduled(found.metadata.plan, (q.shape[-1], v.shape[-1]))
+    source = Scheduled(found.value, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales)
     return FlashCall(call, result, views, None, found)
 
@@ -213,14 +212,14 @@ def varlen_attention(
     spec = ragged_spec(q, k, v, options)
     scales = descales.of_rows(where, q, k, batch, cu_seqlens_q)
 
-    def make() -> SchedulerMetadata:
+    def make() -> DecodePlan | PrefillPlan:
         qo_indptr = cumulative(where, "cu_seqlens_q", cu_seqlens_q, batch, "q", q)
         kv_indptr = cumulative(where, "cu_seqlens_k", cu_seqlens_k, batch, "k", k)
-        return ragged_metadata(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], k.shape[0], chunk)
+        return ragged_plan(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], k.shape[0], chunk)
 
     key = ("varlen", spec, q.shape[0], k.shape[0], chunk)
     found = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
-    source = Scheduled(found.metadata.plan, (q.shape[-1], v.shape[-1]))
+    source = Scheduled(found.value, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(q), scales)
     return FlashCall(call, result, (), None, found)
 

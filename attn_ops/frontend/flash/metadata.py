@@ -1,32 +1,17 @@
-"""Plans of FlashAttention's calls: made for a batch, and shared by the layers of a step.
-
-A plan holds copies of lengths and page tables, so it may be used again only while these have not changed:
-
-given          ``scheduler_metadata=`` of the call, made by ``get_scheduler_metadata``
-host lengths   the plan of an earlier call of equal contents, which are compared; they are on the host
-GPU lengths    within :class:`SharedPlans`, the plan of an earlier call with the same tensors and version counters
-otherwise      a new plan in every call, as in traced code, of which Inductor lowers equal plans once
-               (:mod:`attn_ops.ops.repeated_plans`)
-"""
+"""``scheduler_metadata=`` of FlashAttention's calls: the plan of a batch, and the places of appended tokens."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attn_ops.call import AttentionCall, Planned
-from attn_ops.eager.contents import contents
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import Lookup, OpCall, current_stream, flatten_tensors
+from attn_ops.eager.prepared_call import Lookup, flatten_tensors
 from attn_ops.errors import ArgumentError, PlanError, fail
-from attn_ops.frontend.call_plans import with_workspace
-from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.state import DecodePlan, PrefillPlan
@@ -64,16 +49,17 @@ pytree._register_namedtuple(SchedulerMetadata, serialized_type_name="attn_ops.Sc
 torch.serialization.add_safe_globals([SchedulerMetadata])
 
 
-PAGES, ROWS, LEFTPAD, MISSING, NO_TOTALS, NO_CAPACITY = 1, 2, 4, 8, 16, 32
-"""Flags of what places the tokens of a batch in the cache, apart from their lengths: a block table,
-``cache_batch_idx``, ``cache_leftpad``, a block table that the calls alone have, totals of varlen tensors that the calls
-alone have, and an append beyond the capacity of the cache. Plain integers, which trace."""
-
-
 class BatchForm(NamedTuple):
     """What a plan's own shapes do not tell exactly: sizes of its batch and of the cache's pages, and what it knows.
 
-    ``page_size``: of the cache, 0 without one. The plan's pages are of one token if requests begin within pages.
+    page_size    of the cache, 0 without one. The plan's pages are of one token if requests begin within pages
+    table        1 if the cache has a block table, else 0; so are the others
+    cache_rows   it has ``cache_batch_idx``
+    leftpad      it has ``cache_leftpad``
+    lacks_table  only the calls have the block table
+    unplanned    only the calls have totals of varlen tensors, or the append is beyond the capacity of the cache
+
+    These are sizes of a tensor: graphs keep 0 and 1.
     """
 
     requests: int
@@ -81,7 +67,11 @@ class BatchForm(NamedTuple):
     appended: int = 0
     chunk: int = 0
     page_size: int = 0
-    tables: int = 0
+    table: int = 0
+    cache_rows: int = 0
+    leftpad: int = 0
+    lacks_table: int = 0
+    unplanned: int = 0
 
     @classmethod
     def of(cls, metadata: SchedulerMetadata) -> BatchForm:
@@ -89,27 +79,17 @@ class BatchForm(NamedTuple):
 
     def plans_for_others(self, batch: BatchForm) -> bool:
         """Whether calls of ``batch`` plan for themselves: what they append, or where, the metadata does not know."""
-        if self.tables & (NO_TOTALS | NO_CAPACITY):
-            return True
-        knows_tables = (self.tables & batch.tables) == batch.tables  # Dynamo does not trace ~ of a size
-        one_appends = self.appended != batch.appended and (self.appended == 0 or batch.appended == 0)
-        return not knows_tables or one_appends
+        known = (self.table, batch.table), (self.cache_rows, batch.cache_rows), (self.leftpad, batch.leftpad)
+        one_appends = (self.appended == 0) != (batch.appended == 0)
+        return bool(self.unplanned) or any(made < wanted for made, wanted in known) or one_appends
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether pages of the plan are of one token: requests, or their chunks, begin within pages of the cache."""
+        return self.leftpad > 0 or (self.chunk > 0 and self.chunk % max(1, self.page_size) != 0)
 
     def as_shape_tensor(self, device: torch.device) -> Tensor:
         return torch.empty((0, *self), dtype=torch.int32, device=device)
-
-
-class Scheduled(NamedTuple):
-    """A plan source: a plan that exists already."""
-
-    plan: DecodePlan | PrefillPlan
-    head_dims: tuple[int, int]
-
-    def check(self, call: AttentionCall) -> None:
-        return None
-
-    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
-        return with_workspace(self.plan), options
 
 
 def check_given(where: str, given: object, form: BatchForm, decode: bool) -> SchedulerMetadata:
@@ -128,11 +108,11 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             ArgumentError,
             where,
             f"form of scheduler_metadata is {dims}",
-            "a tensor [0, requests, query rows, appended tokens, keys of a chunk, page size, tables]",
+            "a tensor [0, requests, query rows, appended tokens, keys of a chunk, page size, 5 flags]",
             "make it with attn_ops.flash_attn.get_scheduler_metadata",
         )
     made = BatchForm.of(given)
-    if made.tables & MISSING and not form.tables & PAGES:
+    if made.lacks_table and not form.table:
         fail(
             ArgumentError,
             where,
@@ -162,173 +142,6 @@ _FORM = {
     "chunk": "keys of a chunk",
     "page_size": "tokens of a page",
 }
-
-Make = Callable[[], SchedulerMetadata]
-
-
-class _Entry(NamedTuple):
-    """Shared metadata: ``tensors`` are those it was made from, ``versions`` their version counters."""
-
-    tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    metadata: SchedulerMetadata
-
-
-class SharedPlans:
-    """Context manager of one step: calls in it that pass the same tensors share one plan.
-
-    The same tensors are the same Python objects. A change of their contents by PyTorch is noticed, by their version
-    counters, and plans again. What PyTorch does not see must not change lengths and page tables within the block:
-    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data`` or NumPy, and any write to
-    tensors that were made in inference mode, which have no version counters.
-
-    Plans live until the block ends. An object may be entered again, also in one block within another; :meth:`clear`
-    drops its plans. Blocks belong to a thread. A block that captures a CUDA graph must begin within the capture:
-    otherwise calls in the capture plan for themselves. Traced code does too.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, _Entry] = {}
-        self._capturing = False
-
-    def __enter__(self) -> SharedPlans:
-        capturing = is_capturing()
-        if capturing != self._capturing:
-            self.clear()
-        self._capturing = capturing
-        active_blocks().append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        active_blocks().pop()
-        if self not in active_blocks():
-            self.clear()
-
-    def clear(self) -> None:
-        """Drop the plans."""
-        self._entries.clear()
-
-    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None) -> SchedulerMetadata | None:
-        """The metadata of ``tensors``, which :class:`SharedKey` calls with; what ``make`` returns if there is none."""
-        if is_capturing() != self._capturing:
-            return make and make()
-        key = (key, *map(id, tensors))
-        versions = tuple([0 if t.is_inference() else t._version for t in tensors])
-        entry = self._entries.get(key)
-        if entry is None or entry.versions != versions:
-            if make is None:
-                return None
-            entry = self._entries[key] = _Entry(tensors, versions, make())
-        return entry.metadata
-
-
-_scopes = threading.local()
-
-
-def active_blocks() -> list[SharedPlans]:
-    """The blocks that this thread is in."""
-    if not hasattr(_scopes, "active"):
-        _scopes.active = []
-    active: list[SharedPlans] = _scopes.active
-    return active
-
-
-def is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-MAX_HOST_PLANS = 32
-"""Plans of host lengths that a thread holds."""
-
-
-class _HostEntry(NamedTuple):
-    """Metadata that was made from tensors of these contents.
-
-    ``places``: the fewest places of a cache for which tables of these contents have passed their checks.
-    """
-
-    contents: Hashable
-    metadata: SchedulerMetadata
-    places: int
-
-
-class HostPlans:
-    """Plans of batches whose lengths are on the host, by their contents. The least recently used goes first."""
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[Hashable, _HostEntry] = OrderedDict()
-
-    def find(
-        self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None, places: int
-    ) -> SchedulerMetadata | None:
-        """The metadata of ``tensors``, whose sizes are in the ``key``; what ``make`` returns if there is none.
-
-        Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
-        """
-        entry, now = self.entries.get(key), contents(tensors)
-        if entry is None or entry.contents != now:
-            if make is None:
-                return None
-            with torch.inference_mode(False):  # the plan is also used outside of inference mode
-                entry = _HostEntry(now, make(), places)
-            self.entries[key] = entry
-        elif places < entry.places:
-            if make is None:
-                return None
-            entry = self.entries[key] = entry._replace(places=places)
-        self.entries.move_to_end(key)
-        if len(self.entries) > MAX_HOST_PLANS:
-            self.entries.popitem(last=False)
-        return entry.metadata
-
-
-def host_plans() -> HostPlans:
-    """Those of this thread."""
-    try:
-        held: HostPlans = _scopes.host
-    except AttributeError:
-        held = _scopes.host = HostPlans()
-    return held
-
-
-class SharedKey(NamedTuple):
-    """What metadata depends on, so that calls may share it.
-
-    key      all but the contents of the tensors, and the stream
-    tensors  lengths and page tables as the caller passed them
-    device   of the plan
-    on_host  the contents of the tensors are compared
-    places   that the tables among them may name; no part of what the metadata depends on
-    """
-
-    key: Hashable
-    tensors: tuple[Tensor, ...]
-    device: torch.device
-    on_host: bool
-    places: int = 0
-
-    def find(self, make: Make | None = None) -> SchedulerMetadata | None:
-        """The metadata of an earlier call of the same batch, if that is certain; else what ``make`` returns."""
-        stream = current_stream(self.device)
-        if self.on_host:
-            if is_capturing():
-                return make and make()
-            key = (self.key, stream, *[(t.shape, t.dtype) for t in self.tensors])
-            return host_plans().find(key, self.tensors, make, self.places)
-        active = active_blocks()
-        return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
-
-    def finder(self) -> Callable[[tuple[Tensor, ...]], SchedulerMetadata | None]:
-        """:meth:`find` for other tensors of the same sizes and dtypes. It keeps no tensor."""
-        if self.on_host and self.device.type == "cpu":
-            key, places = (self.key, None, *[(t.shape, t.dtype) for t in self.tensors]), self.places
-
-            def find(tensors: tuple[Tensor, ...]) -> SchedulerMetadata | None:
-                return None if is_capturing() else host_plans().find(key, tensors, None, places)
-
-            return find
-        without = self._replace(tensors=())
-        return lambda tensors: without._replace(tensors=tensors).find()
 
 
 class GivenMetadata(NamedTuple):
@@ -361,70 +174,3 @@ class GivenMetadata(NamedTuple):
 
         number_unread = len(self.unread)
         return Lookup((*found, *self.unread), found, find)
-
-
-class Found(NamedTuple):
-    """The metadata of a call: ``given``, or what it was found by; neither if it was made for this call alone.
-
-    replan  checks and plans for other tensors in the place of those of ``by``, and keeps none
-    """
-
-    metadata: SchedulerMetadata
-    by: SharedKey | None = None
-    given: GivenMetadata | None = None
-    replan: Callable[..., SchedulerMetadata] | None = None
-
-    def lookup(self, on_cpu: bool) -> Lookup | None:
-        """How later calls find the metadata. A table on the host is checked in each call with a cache on a GPU."""
-        if self.given is not None and on_cpu:
-            return self.given.lookup(self.metadata)
-        by = self.by
-        if by is None or (by.on_host and by.tensors and not on_cpu):
-            return None
-        found, replan = by.finder(), self.replan if on_cpu else None
-
-        def find(*tensors: Tensor) -> list[Tensor] | None:
-            metadata = found(tensors)
-            if metadata is None and replan is not None:
-                metadata = replan(*tensors)
-            return None if metadata is None else [*metadata.plan, *metadata[1:]]
-
-        return Lookup(by.tensors, flatten_tensors((self.metadata,)), find)
-
-
-class FoundCall(NamedTuple):
-    """A call whose plan is that of ``found``.
-
-    views  those of :class:`OpCall`
-    """
-
-    call: AttentionCall
-    found: Found
-    views: tuple[tuple[Tensor, Tensor], ...] = ()
-
-    def execute(self) -> Any:
-        return self.call.execute()
-
-    def op_call(self) -> OpCall:
-        op_call, on_cpu = self.call.op_call(), not self.call.tensors[0].is_cuda
-        return op_call._replace(scratch=op_call.args[-1:], views=self.views, lookup=self.found.lookup(on_cpu))
-
-
-def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, places: int = 0) -> Found:
-    """What ``make`` returns, or returned for the same batch if that is certain.
-
-    Args:
-        key: all that the metadata depends on beside the contents of ``tensors``.
-        tensors: lengths and page tables as the caller passed them; None has no contents.
-        device: of the plan.
-        make: reads ``tensors`` alone.
-        places: of the cache, for which the caller has checked the tables.
-    """
-    if is_traced():
-        return Found(make())
-    given = tuple(t for t in tensors if t is not None)
-    on_host = all(map(seen, given)) and device.type != "meta"
-    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host, places)
-    metadata = by.find(make)
-    assert metadata is not None
-    return Found(metadata, by)

@@ -11,7 +11,7 @@ from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
 from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
 from attn_ops.frontend.flash.cache_checks import check_tables, one_of
-from attn_ops.frontend.flash.metadata import MISSING, NO_CAPACITY, NO_TOTALS, SchedulerMetadata
+from attn_ops.frontend.flash.metadata import SchedulerMetadata
 from attn_ops.frontend.flash.plan_spec import runs_decode, spec_of_sizes
 from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.plan_checks import check_groups
@@ -120,13 +120,11 @@ def get_scheduler_metadata(
         chunk=chunk,
         table_name=None if table is None else table_name,
     )
-    missing = MISSING if page_size is not None and table is None else 0
-    if any(total is None for total in totals):
-        missing |= NO_TOTALS
-    if missing:
-        return batch.unplanned(missing)
+    lacks_table, lacks_totals = page_size is not None and table is None, None in totals
+    if lacks_table or lacks_totals:
+        return batch.unplanned(lacks_table=int(lacks_table), unplanned=int(lacks_totals))
     if not batch.has_capacity(where):
-        return batch.unplanned(NO_CAPACITY)
+        return batch.unplanned(unplanned=1)
     batch.check_places(where)
     return batch.make(where)
 

@@ -1,0 +1,281 @@
+"""Plans that calls share: made for a batch, and found again by the layers of a step.
+
+A plan holds copies of lengths and page tables, so it may be used again only while these have not changed:
+
+given          as an argument of the call (:class:`~attn_ops.frontend.flash.metadata.SchedulerMetadata`)
+host lengths   the plan of an earlier call of equal contents, which are compared; they are on the host
+GPU lengths    within :class:`SharedPlans`, the plan of an earlier call with the same tensors and version counters
+otherwise      a new plan in every call, as in traced code, of which Inductor lowers equal plans once
+               (:mod:`attn_ops.ops.repeated_plans`)
+
+What is shared is a plan, or a tuple of a plan and other tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_ops.call import AttentionCall, Planned
+from attn_ops.eager.contents import contents
+from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.prepared_call import Lookup, OpCall, current_stream, flatten_tensors
+from attn_ops.frontend.call_plans import with_workspace
+from attn_ops.gpu import is_capturing
+from attn_ops.ops.options import AttentionOptions
+from attn_ops.plan.page_table import seen
+from attn_ops.plan.state import DecodePlan, PrefillPlan
+
+Shared = tuple[Any, ...]
+"""A plan, or a tuple of a plan and other tensors."""
+
+Make = Callable[[], Shared]
+
+
+class _Entry(NamedTuple):
+    """What is shared: ``tensors`` are those it was made from, ``versions`` their version counters."""
+
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    value: Shared
+
+
+class SharedPlans:
+    """Context manager of one step: calls in it that pass the same tensors share one plan.
+
+    The same tensors are the same Python objects. A change of their contents by PyTorch is noticed, by their version
+    counters, and plans again. What PyTorch does not see must not change lengths and page tables within the block:
+    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data`` or NumPy, and any write to
+    tensors that were made in inference mode, which have no version counters.
+
+    Plans live until the block ends. An object may be entered again, also in one block within another; :meth:`clear`
+    drops its plans. Blocks belong to a thread. A block that captures a CUDA graph must begin within the capture:
+    otherwise calls in the capture plan for themselves. Traced code does too.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, _Entry] = {}
+        self._capturing = False
+
+    def __enter__(self) -> SharedPlans:
+        capturing = is_capturing()
+        if capturing != self._capturing:
+            self.clear()
+        self._capturing = capturing
+        active_blocks().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        active_blocks().pop()
+        if self not in active_blocks():
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop the plans."""
+        self._entries.clear()
+
+    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None) -> Shared | None:
+        """What was made from ``tensors``, which :class:`SharedKey` calls with, or what ``make`` returns."""
+        if is_capturing() != self._capturing:
+            return make and make()
+        key = (key, *map(id, tensors))
+        versions = tuple([0 if t.is_inference() else t._version for t in tensors])
+        entry = self._entries.get(key)
+        if entry is None or entry.versions != versions:
+            if make is None:
+                return None
+            entry = self._entries[key] = _Entry(tensors, versions, make())
+        return entry.value
+
+
+_scopes = threading.local()
+
+
+def active_blocks() -> list[SharedPlans]:
+    """The blocks that this thread is in."""
+    if not hasattr(_scopes, "active"):
+        _scopes.active = []
+    active: list[SharedPlans] = _scopes.active
+    return active
+
+
+MAX_HOST_PLANS = 32
+"""Plans of host lengths that a thread holds."""
+
+
+class _HostEntry(NamedTuple):
+    """What was made from tensors of these contents.
+
+    ``places``: the fewest places of a cache for which tables of these contents have passed their checks.
+    """
+
+    contents: Hashable
+    value: Shared
+    places: int
+
+
+class HostPlans:
+    """Plans of batches whose lengths are on the host, by their contents. The least recently used goes first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Hashable, _HostEntry] = OrderedDict()
+
+    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None, places: int) -> Shared | None:
+        """What was made from ``tensors``, whose sizes are in the ``key``, or what ``make`` returns.
+
+        Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
+        """
+        entry, now = self.entries.get(key), contents(tensors)
+        if entry is None or entry.contents != now:
+            if make is None:
+                return None
+            with torch.inference_mode(False):  # the plan is also used outside of inference mode
+                entry = _HostEntry(now, make(), places)
+            self.entries[key] = entry
+        elif places < entry.places:
+            if make is None:
+                return None
+            entry = self.entries[key] = entry._replace(places=places)
+        self.entries.move_to_end(key)
+        if len(self.entries) > MAX_HOST_PLANS:
+            self.entries.popitem(last=False)
+        return entry.value
+
+
+def host_plans() -> HostPlans:
+    """Those of this thread."""
+    try:
+        held: HostPlans = _scopes.host
+    except AttributeError:
+        held = _scopes.host = HostPlans()
+    return held
+
+
+class SharedKey(NamedTuple):
+    """What a shared plan depends on.
+
+    key      all but the contents of the tensors, and the stream
+    tensors  lengths and page tables as the caller passed them
+    device   of the plan
+    on_host  the contents of the tensors are compared
+    places   that the tables among them may name; no part of what the plan depends on
+    """
+
+    key: Hashable
+    tensors: tuple[Tensor, ...]
+    device: torch.device
+    on_host: bool
+    places: int = 0
+
+    def find(self, make: Make | None = None) -> Shared | None:
+        """What was made in an earlier call of the same batch, if that is certain; else what ``make`` returns."""
+        stream = current_stream(self.device)
+        if self.on_host:
+            if is_capturing():
+                return make and make()
+            key = (self.key, stream, *[(t.shape, t.dtype) for t in self.tensors])
+            return host_plans().find(key, self.tensors, make, self.places)
+        active = active_blocks()
+        return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
+
+    def finder(self) -> Callable[[tuple[Tensor, ...]], Shared | None]:
+        """:meth:`find` for other tensors of the same sizes and dtypes. It keeps no tensor."""
+        if self.on_host and self.device.type == "cpu":
+            key, places = (self.key, None, *[(t.shape, t.dtype) for t in self.tensors]), self.places
+
+            def find(tensors: tuple[Tensor, ...]) -> Shared | None:
+                return None if is_capturing() else host_plans().find(key, tensors, None, places)
+
+            return find
+        without = self._replace(tensors=())
+        return lambda tensors: without._replace(tensors=tensors).find()
+
+
+class Found(NamedTuple):
+    """What a call found, or made for itself alone.
+
+    by      what it was found by
+    given   how later calls on the CPU find it, if it was an argument of the call
+    replan  checks and plans for other tensors in the place of those of ``by``, and keeps none
+    """
+
+    value: Any
+    by: SharedKey | None = None
+    given: Callable[[], Lookup] | None = None
+    replan: Callable[..., Shared] | None = None
+
+    def lookup(self, on_cpu: bool) -> Lookup | None:
+        """How later calls find it. A table on the host is checked in each call with a cache on a GPU."""
+        if self.given is not None and on_cpu:
+            return self.given()
+        by = self.by
+        if by is None or (by.on_host and by.tensors and not on_cpu):
+            return None
+        found, replan = by.finder(), self.replan if on_cpu else None
+
+        def find(*tensors: Tensor) -> list[Tensor] | None:
+            value = found(tensors)
+            if value is None and replan is not None:
+                value = replan(*tensors)
+            if value is None:
+                return None
+            first, *others = value
+            return [*first, *others] if isinstance(first, tuple) else [first, *others]
+
+        return Lookup(by.tensors, flatten_tensors((self.value,)), find)
+
+
+class Scheduled(NamedTuple):
+    """A plan source: a plan that exists already."""
+
+    plan: DecodePlan | PrefillPlan
+    head_dims: tuple[int, int]
+
+    def check(self, call: AttentionCall) -> None:
+        return None
+
+    def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
+        return with_workspace(self.plan), options
+
+
+class FoundCall(NamedTuple):
+    """A call whose plan is that of ``found``.
+
+    views  those of :class:`OpCall`
+    """
+
+    call: AttentionCall
+    found: Found
+    views: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def execute(self) -> Any:
+        return self.call.execute()
+
+    def op_call(self) -> OpCall:
+        op_call, on_cpu = self.call.op_call(), not self.call.tensors[0].is_cuda
+        return op_call._replace(scratch=op_call.args[-1:], views=self.views, lookup=self.found.lookup(on_cpu))
+
+
+def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, places: int = 0) -> Found:
+    """What ``make`` returns, or returned for the same batch if that is certain.
+
+    Args:
+        key: all that the plan depends on beside the contents of ``tensors``.
+        tensors: lengths and page tables as the caller passed them; None has no contents.
+        device: of the plan.
+        make: reads ``tensors`` alone.
+        places: of the cache, for which the caller has checked the tables.
+    """
+    if is_traced():
+        return Found(make())
+    given = tuple(t for t in tensors if t is not None)
+    on_host = all(map(seen, given)) and device.type != "meta"
+    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host, places)
+    value = by.find(make)
+    assert value is not None
+    return Found(value, by)
