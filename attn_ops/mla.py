@@ -24,11 +24,12 @@ from attn_ops.frontend.arguments import (
 )
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
+from attn_ops.frontend.block_tables import TableNames, block_table, check_host_pages, lengths
 from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
 from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_by_ratio
-from attn_ops.frontend.one_shot import TableNames, block_table, check_host_pages, latent_call, lengths
+from attn_ops.frontend.one_shot import latent_call
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec
 from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing

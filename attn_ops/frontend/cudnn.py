@@ -11,15 +11,8 @@ from torch import Tensor
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
-from attn_ops.frontend.one_shot import (
-    RAGGED_DIMS,
-    TableNames,
-    block_table,
-    block_table_call,
-    lengths,
-    ragged_call,
-    uniform_rows,
-)
+from attn_ops.frontend.block_tables import TableNames, block_table, lengths, uniform_rows
+from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table_call, ragged_call
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.gpu import is_capturing

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, refuse_with, required
+from attn_ops.frontend.block_tables import block_table, rank_keys, uniform_rows
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import table_of_latents
 from attn_ops.frontend.kv_cache import latent
-from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table, latent_call, ragged_call, rank_keys, uniform_rows
+from attn_ops.frontend.one_shot import RAGGED_DIMS, latent_call, ragged_call
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec, dtype_without_scale
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.sparse_latent import SparseTokens, one_token_pages

@@ -1,4 +1,4 @@
-"""Plan specs from the arguments of plan()."""
+"""Plan specs from the arguments of plan(), and from tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import positive, renamed, required
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.typed import integers
 
@@ -36,6 +37,22 @@ def prefill_spec(
         num_kv_heads=num_kv_heads,
         head_dim_qk=dim,
         head_dim_vo=dim if head_dim_vo is None else head_dim_vo,
+    )
+
+
+def ragged_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PlanSpec:
+    """The spec of ragged or dense tensors, whose last dimensions are ``[heads, head_dim]``."""
+    return PlanSpec(
+        decode=False,
+        paged=False,
+        page_size=1,
+        num_qo_heads=q.shape[-2],
+        num_kv_heads=k.shape[-2],
+        head_dim_qk=q.shape[-1],
+        head_dim_vo=v.shape[-1],
+        window_left=options.window_left,
+        causal=options.causal,
+        window_right=options.window_right,
     )
 
 

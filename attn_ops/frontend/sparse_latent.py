@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import given_tensor
-from attn_ops.frontend.one_shot import lengths
+from attn_ops.frontend.block_tables import lengths
 from attn_ops.plan.page_table import as_int32, seen
 from attn_ops.typed import integers
 

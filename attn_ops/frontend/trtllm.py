@@ -28,18 +28,12 @@ from attn_ops.frontend.arguments import (
     refuse_with,
     required,
 )
+from attn_ops.frontend.block_tables import block_table, check_host_pages, rank_keys, uniform_rows
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import HeadTables, with_one_table
 from attn_ops.frontend.kv_cache import PagedCache, paged, paged_sizes
 from attn_ops.frontend.masks import check_tree_mask, most_rows
-from attn_ops.frontend.one_shot import (
-    QUERY_DIMS,
-    block_table,
-    block_table_call,
-    check_host_pages,
-    rank_keys,
-    uniform_rows,
-)
+from attn_ops.frontend.one_shot import QUERY_DIMS, block_table_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions, bounded

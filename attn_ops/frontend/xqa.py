@@ -6,9 +6,10 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
+from attn_ops.frontend.block_tables import TableNames, block_table, uniform_rows
 from attn_ops.frontend.kv_cache import paged, paged_sizes
 from attn_ops.frontend.masks import check_tree_mask, most_rows
-from attn_ops.frontend.one_shot import QUERY_DIMS, TableNames, block_table, block_table_call, latent_call, uniform_rows
+from attn_ops.frontend.one_shot import QUERY_DIMS, block_table_call, latent_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import MAX_WINDOW, MLA_DIMS, AttentionOptions

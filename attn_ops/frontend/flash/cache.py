@@ -17,6 +17,7 @@ from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, PageTableError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import positive, required
+from attn_ops.frontend.block_tables import block_table, check_pages, lengths, too_long
 from attn_ops.frontend.call_plans import BlockTables
 from attn_ops.frontend.flash.calls import FlashCall, Result
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
@@ -28,7 +29,6 @@ from attn_ops.frontend.flash.metadata import (
     nothing_appended,
 )
 from attn_ops.frontend.flash.rotary import Rotary
-from attn_ops.frontend.one_shot import block_table, check_pages, lengths, too_long
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.shared_plans import Found, Scheduled, shared
 from attn_ops.ops.options import AttentionOptions

@@ -18,9 +18,9 @@ from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
-from attn_ops.frontend.flash.plan_spec import ragged_spec
 from attn_ops.frontend.one_shot import unplanned_call
 from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
+from attn_ops.frontend.plan_spec import ragged_spec
 from attn_ops.frontend.shared_plans import Found, FoundCall, Scheduled, shared
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr

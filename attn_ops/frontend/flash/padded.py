@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail, shape_of
+from attn_ops.frontend.block_tables import lengths
 from attn_ops.frontend.flash.calls import FlashCall, requests_of
-from attn_ops.frontend.one_shot import lengths
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import offsets, seen
 

@@ -9,22 +9,6 @@ from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.resizable import PlanSpec
 
 
-def ragged_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PlanSpec:
-    """Of dense or varlen tensors, whose last dimensions are ``[heads, head_dim]``."""
-    return PlanSpec(
-        decode=False,
-        paged=False,
-        page_size=1,
-        num_qo_heads=q.shape[-2],
-        num_kv_heads=k.shape[-2],
-        head_dim_qk=q.shape[-1],
-        head_dim_vo=v.shape[-1],
-        window_left=options.window_left,
-        causal=options.causal,
-        window_right=options.window_right,
-    )
-
-
 def runs_decode(seqlen_q: int | None, has_qv: bool, chunk: int) -> bool:
     """Whether a call runs ``batch_decode``: one row of each request, None for rows by ``cu_seqlens_q``."""
     if seqlen_q is None or has_qv or chunk:
