@@ -36,7 +36,7 @@ from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import RunWithLse
 from attn_ops.gpu import is_capturing
-from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, bounded, softmax_scale
+from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, bounded, mla_scale
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
@@ -64,7 +64,7 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
             "a number",
             "pass sm_scale, 1 / sqrt of the key's width before absorption",
         )
-    return softmax_scale(None, MLA_SCALE_DIM)
+    return mla_scale(None)
 
 
 class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):

@@ -27,8 +27,9 @@ from attn_ops.frontend.arguments import (
     required,
 )
 from attn_ops.frontend.base import graph_buffers
-from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache, token_offsets
+from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_ragged_attention_deepseek
+from attn_ops.frontend.element_offsets import token_offsets
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import packed_single_mask
 from attn_ops.frontend.one_shot import check_dense, dense_call

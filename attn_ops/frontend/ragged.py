@@ -10,7 +10,7 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.frontend.arguments import DType, DTypes, check_fp16_reduction, refuse, renamed, required
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
-from attn_ops.frontend.cudnn import check_repeated, token_offsets
+from attn_ops.frontend.element_offsets import check_repeated, token_offsets
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting

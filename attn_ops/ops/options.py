@@ -111,6 +111,11 @@ def softmax_scale(sm_scale: float | None, head_dim: int) -> float:
     return 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale
 
 
+def mla_scale(sm_scale: float | None) -> float:
+    """The factor of the logits of MLA: ``sm_scale``, or the default for keys before absorption."""
+    return softmax_scale(sm_scale, MLA_SCALE_DIM)
+
+
 class Bound(NamedTuple):
     """Which values a scalar option takes, and how an error message says it."""
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attn_ops.eager.captured_call import _C, reinterpret
 from attn_ops.eager.checked_call import Bases
-from attn_ops.ops.options import LOG2E, MLA_SCALE_DIM, AttentionOptions, softmax_scale
+from attn_ops.ops.options import LOG2E, AttentionOptions, mla_scale, softmax_scale
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu
@@ -534,7 +534,7 @@ def batch_mla(
     **options: Any,
 ) -> Run:
     """The keys ``[ckv, kpe]`` are the values too: columns past ``ckv`` of the output are dropped."""
-    o = AttentionOptions(sm_scale=softmax_scale(sm_scale, MLA_SCALE_DIM), **options)
+    o = AttentionOptions(sm_scale=mla_scale(sm_scale), **options)
     form = Form.of(q_nope, 0, ckv_cache.shape[-1], return_lse, o, bases.shape)
     given = list(zip((q_nope, q_pe, ckv_cache, kpe_cache), bases.tensors, strict=False))
     take_nope, take_pe = (View.of(t, base).taker() for t, base in given[:2])

@@ -1,8 +1,8 @@
 // Decode on Hopper: persistent and warp-specialised, a producer warp and two consumer warpgroups for each KV head.
 //
-// Compiled for HEAD_DIM, KV_HEADS (1 or 2, of a CTA), PACKED_ROWS (8 or 16: query heads of a KV head, at most), DTYPE (1
-// float16, 2 bfloat16: of the products) and KV_FP8 (0, 1 e4m3, 2 e5m2). Head counts, group, strides, page size, window,
-// soft cap, sinks, scales and the types of an FP8 cache's query and of the output are parameters.
+// Compiled for HEAD_DIM, KV_HEADS (1 or 2, of a CTA), PACKED_ROWS (8 or 16: query heads of a KV head, at most), DTYPE
+// (1 float16, 2 bfloat16: of the products) and KV_FP8 (0, 1 e4m3, 2 e5m2). Head counts, group, strides, page size,
+// window, soft cap, sinks, scales and the types of an FP8 cache's query and of the output are parameters.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and
 // its N is packed rows, the heads of a group. So 8 heads take an eighth of the products that 64 rows take. A KV tile is

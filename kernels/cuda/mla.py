@@ -16,7 +16,7 @@ from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.gpu import num_sms
-from attn_ops.ops.options import FP8, MLA_DIMS, MLA_SCALE_DIM, AttentionOptions, softmax_scale
+from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, mla_scale
 from attn_ops.ops.unsupported import (
     CUDA_MLA_PAGE,
     cuda_mla_kernels,
@@ -203,7 +203,7 @@ def batch_mla(
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
         **plan_arguments(p),
-        scale=softmax_scale(o.sm_scale, MLA_SCALE_DIM),
+        scale=mla_scale(o.sm_scale),
         rows=rows,
         num_pages=ckv_cache.shape[0],
         stride_q_row=q_nope.stride(0),

@@ -9,7 +9,7 @@ from attn_ops.kernels.reference.append import bits
 from attn_ops.kernels.reference.attention import prefill
 from torch import Tensor
 
-from attn_ops.ops.options import MLA_SCALE_DIM, AttentionOptions, softmax_scale
+from attn_ops.ops.options import AttentionOptions, mla_scale
 from attn_ops.plan.state import PrefillPlan
 
 
@@ -25,7 +25,7 @@ def batch_mla(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    opts = AttentionOptions(sm_scale=softmax_scale(sm_scale, MLA_SCALE_DIM), **options)
+    opts = AttentionOptions(sm_scale=mla_scale(sm_scale), **options)
     keys = torch.cat((bits(ckv_cache), bits(kpe_cache)), -1).view(ckv_cache.dtype)
     q = torch.cat((q_nope, q_pe), -1)
     return prefill(q, keys[:, :, None], ckv_cache[:, :, None], PrefillPlan(*plan), None, opts, return_lse)

@@ -6,7 +6,7 @@ from attn_ops.kernels.triton.merge_states import merge_state, merge_state_in_pla
 from attn_ops.kernels.triton.mla import batch_mla
 from attn_ops.kernels.triton.packbits import packbits, segment_packbits
 from attn_ops.kernels.triton.page_table import batch_indices_positions, page_table, seq_lens
-from attn_ops.kernels.triton.plan_decode_fixed_split import plan_decode
+from attn_ops.kernels.triton.plan_decode_call import plan_decode
 from attn_ops.kernels.triton.plan_prefill import plan_prefill
 from attn_ops.kernels.triton.prefill import batch_prefill, block_sparse_prefill, ragged_prefill, single_prefill
 from attn_ops.kernels.triton.shard_page_table import shard_page_table

@@ -9,7 +9,7 @@ from attn_ops.kernels.triton.prefill_call import Operands, attend
 from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import MLA_SCALE_DIM, AttentionOptions, softmax_scale
+from attn_ops.ops.options import AttentionOptions, mla_scale
 from attn_ops.plan.state import PrefillPlan
 
 
@@ -25,7 +25,7 @@ def batch_mla(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    o = AttentionOptions(softmax_scale(sm_scale, MLA_SCALE_DIM), **options)
+    o = AttentionOptions(mla_scale(sm_scale), **options)
     out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
     x = Operands(
         q=q_nope,

@@ -1,9 +1,9 @@
-"""``attn::plan_decode`` in one launch: two programs make the work list in registers, the others copy page numbers.
+"""Decode plans with splits for load balance, in one launch.
 
-Each of the two computes the whole schedule and writes a part of it. The integers are those of
-:mod:`attn_ops.kernels.reference.plan`. The KV blocks of all requests lie on one line, and *boundaries* on the line
-divide it between the CTAs. A boundary inside a request is a split point. Nothing is read back from memory: requests
-find their boundaries, and boundaries their requests, by gathers.
+Two programs make the work list in registers, the others copy page numbers. Each of the two computes the whole schedule
+and writes a part of it. The integers are those of :mod:`attn_ops.kernels.reference.plan`. The KV blocks of all requests
+lie on one line, and *boundaries* on the line divide it between the CTAs. A boundary inside a request is a split point.
+Nothing is read back from memory: requests find their boundaries, and boundaries their requests, by gathers.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
-from attn_ops.kernels.triton.context import shard_of, tokens_before
+from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
+from attn_ops.kernels.triton.plan_steps import COPY_PAGES, at_previous, clear, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.work_item import WORK_STRIDE, store_work_item, store_work_items_wide
-from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem
-
-COPY_PAGES = 4096
-"""Page numbers that a program copies."""
+from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, DecodePlan, PlanProblem
 
 SCHEDULER_CTAS = tl.constexpr(2)
 """Programs that make the schedule: program 0 writes the first item of each request, program 1 all else."""
@@ -32,36 +28,6 @@ REQUESTS_PER_WARP, MIN_WARPS, MAX_WARPS = 128, 4, 16
 
 WIDE_STORE_REQUESTS = tl.constexpr(128)
 """Capacity in requests above which program 0 exchanges columns of work items between threads for wide stores."""
-
-
-@triton.jit
-def count_tokens(first_page, end_page, last_page_len, max_pages, PAGE_SIZE: tl.constexpr):
-    """KV tokens of requests; page numbers and last page lengths out of range are clamped."""
-    pages = tl.maximum(tl.minimum(end_page, max_pages), 0) - tl.maximum(first_page, 0)
-    tokens = (pages - 1) * PAGE_SIZE + tl.minimum(tl.maximum(last_page_len, 1), PAGE_SIZE)
-    return tl.where(pages > 0, tokens, 0)
-
-
-@triton.jit
-def copy_page_numbers(source, target, count, chunk, COPY_PAGES: tl.constexpr):
-    """Copy and publish chunk number ``chunk`` of ``count`` page numbers."""
-    i = chunk * COPY_PAGES + tl.arange(0, COPY_PAGES)
-    tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
-    publish(target + chunk * COPY_PAGES)
-
-
-@triton.jit
-def clear(target, count, BLOCK: tl.constexpr):
-    """Set this program's blocks of ``target [count]`` to 0."""
-    for i in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        at = i + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.zeros((BLOCK,), tl.int32), mask=at < count)
-
-
-@triton.jit
-def at_previous(values, i, first):
-    """``values[i - 1]``, or ``first`` where i is 0."""
-    return tl.where(i > 0, tl.gather(values, tl.maximum(i - 1, 0), 0), first)
 
 
 @triton.jit
@@ -269,61 +235,17 @@ def plan_decode_kernel(
     publish(merge_indptr + max_batch)
 
 
-def planning_arguments(
-    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, seq_lens: Tensor | None, p: DecodePlan
-) -> dict[str, Any]:
-    """Arguments that the kernels of decode plans share: the page table, the plan and its problem."""
-    problem, max_batch, num_ctas = PlanProblem.of(p.problem), p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
-    return {
-        "kv_indptr": kv_indptr,
-        "kv_indices": kv_indices,
-        "last_page_len": kv_last_page_len,
-        "seq_lens": seq_lens,
-        "plan_kv_indptr": p.kv_indptr,
-        "plan_kv_indices": p.kv_indices,
-        "plan_kv_len": p.kv_len,
-        "work": p.work,
-        "cta_indptr": p.cta_indptr,
-        "merge_indptr": p.merge_indptr,
-        "split_counters": p.split_counters,
-        "batch": kv_indptr.shape[0] - 1,
-        "num_indices": kv_indices.shape[0],
-        "max_batch": max_batch,
-        "max_pages": p.kv_indices.shape[0],
-        "num_ctas": num_ctas,
-        "num_split_counters": p.split_counters.numel(),
-        "PAGE_SIZE": problem.page_size,
-        "WINDOW": problem.window,
-        "SHARD": shard_of(problem, problem.window > 0),
-        "KV_BLOCK": KV_BLOCK,
-        "B": triton.next_power_of_2(max_batch),
-        "C": triton.next_power_of_2(num_ctas + 1),
-        "COPY_PAGES": COPY_PAGES,
-    }
-
-
-def plan_decode(
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_last_page_len: Tensor,
-    plan: list[Tensor],
-    *,
-    seq_lens: Tensor | None = None,
-) -> None:
-    """Fill ``plan`` with splits for load balance; above MAX_PUBLISHED_REQUESTS by tensor operations."""
-    p = DecodePlan(*plan)
+def plan_for_load_balance(p: DecodePlan, num_indices: int, arguments: dict[str, Any]) -> None:
+    """Fill the plan with splits for load balance; ``arguments`` are those that the kernels share."""
     problem = PlanProblem.of(p.problem)
     max_batch, num_ctas = p.kv_len.shape[0], p.cta_indptr.shape[0] - 1
-    if max_batch > MAX_PUBLISHED_REQUESTS:
-        plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
-        return
-    block_batch, pdl = triton.next_power_of_2(max_batch), supports_pdl(kv_indptr)
+    block_batch, pdl = triton.next_power_of_2(max_batch), supports_pdl(p.kv_len)
     max_product = num_ctas * (p.kv_indices.shape[0] * problem.page_size // KV_BLOCK + max_batch)
     launch(
         plan_decode_kernel,
-        (SCHEDULER_CTAS.value + triton.cdiv(kv_indices.shape[0], COPY_PAGES),),
+        (SCHEDULER_CTAS.value + triton.cdiv(num_indices, COPY_PAGES),),
         Options(min(MAX_WARPS, max(MIN_WARPS, block_batch // REQUESTS_PER_WARP)), launch_pdl=pdl),
-        **planning_arguments(kv_indptr, kv_indices, kv_last_page_len, seq_lens, p),
+        **arguments,
         IMBALANCE_DENOM=IMBALANCE_DENOM,
         INT64=not isinstance(max_product, int) or max_product >= 1 << 31,
         PDL=pdl,

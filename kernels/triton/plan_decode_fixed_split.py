@@ -1,24 +1,24 @@
-"""``attn::plan_decode`` with a fixed split size, in one launch: a request has the same splits in every batch.
+"""Decode plans with a fixed split size, in one launch: a request has the same splits in every batch.
 
 The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 makes the work list, the others copy page
-numbers. Plans without a fixed split size go to :mod:`.plan_decode`.
+numbers.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
-from attn_ops.kernels.triton.plan_decode import COPY_PAGES, clear, copy_page_numbers, count_tokens, planning_arguments
-from attn_ops.kernels.triton.plan_decode import plan_decode as plan_balanced
+from attn_ops.kernels.triton.plan_steps import COPY_PAGES, clear, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.search import count_at_most
 from attn_ops.kernels.triton.work_item import store_work_item
-from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem
+from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem
 
 STEP_ITEMS = 256
 """Work items written in one step."""
@@ -134,29 +134,16 @@ def plan_decode_fixed_split_kernel(
     publish(merge_indptr)
 
 
-def plan_decode(
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_last_page_len: Tensor,
-    plan: list[Tensor],
-    *,
-    seq_lens: Tensor | None = None,
-) -> None:
-    """Fill ``plan`` with splits of the size in its problem, or for load balance if that has none."""
-    p = DecodePlan(*plan)
-    problem = PlanProblem.of(p.problem)
-    max_batch = p.kv_len.shape[0]
-    if not problem.split or max_batch > MAX_PUBLISHED_REQUESTS:
-        plan_balanced(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
-        return
-    block_batch, pdl = triton.next_power_of_2(max_batch), supports_pdl(kv_indptr)
+def plan_fixed_split(p: DecodePlan, num_indices: int, arguments: dict[str, Any]) -> None:
+    """Fill the plan with splits of the size in its problem; ``arguments`` are those that the kernels share."""
+    block_batch, pdl = triton.next_power_of_2(p.kv_len.shape[0]), supports_pdl(p.kv_len)
     launch(
         plan_decode_fixed_split_kernel,
-        (1 + triton.cdiv(kv_indices.shape[0], COPY_PAGES),),
+        (1 + triton.cdiv(num_indices, COPY_PAGES),),
         Options(num_warps=4 if block_batch <= MAX_REQUESTS_OF_FOUR_WARPS else 8, launch_pdl=pdl),
-        **planning_arguments(kv_indptr, kv_indices, kv_last_page_len, seq_lens, p),
+        **arguments,
         max_items=p.work.shape[0],
-        SPLIT_BLOCKS=problem.split // KV_BLOCK,
+        SPLIT_BLOCKS=PlanProblem.of(p.problem).split // KV_BLOCK,
         LOG_B=block_batch.bit_length() - 1,
         STEP_ITEMS=STEP_ITEMS,
         PDL=pdl,

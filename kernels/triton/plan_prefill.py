@@ -15,7 +15,7 @@ from attn_ops.kernels.triton.balance_prefill import balanced_splits
 from attn_ops.kernels.triton.context import shard_of
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
-from attn_ops.kernels.triton.plan_decode import COPY_PAGES, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.plan_steps import COPY_PAGES, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.query_tiles import (
     BUCKETS,
     NOT_SPLIT,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import constexpr_table
-from attn_ops.kernels.triton.plan_decode import at_previous
+from attn_ops.kernels.triton.plan_steps import at_previous
 from attn_ops.kernels.triton.search import count_at_most
 
 from attn_ops.plan.state import KV_BLOCK, LENGTH_BUCKETS
