@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels.cpu import schedule, sdpa
+from attn_ops.kernels.cpu import readers, schedule, sdpa
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import Setup
 from helpers.oracle import Expected
@@ -117,14 +117,14 @@ GATHERED: list[tuple[str, Case]] = [
 @pytest.mark.parametrize(("kind", "case"), GATHERED, ids=str)
 def test_memory_of_gathered_keys(kind: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken again by later calls, changes no earlier result, and is one for each thread."""
-    monkeypatch.setattr(sdpa, "MIN_KEPT_BYTES", 1)
-    monkeypatch.setattr(sdpa, "GATHERED", sdpa.Gathered())
+    monkeypatch.setattr(readers, "MIN_KEPT_BYTES", 1)
+    monkeypatch.setattr(readers, "GATHERED", readers.Gathered())
     setups = [Setup(kind, case, seed=seed) for seed in range(3)]
     results = [setup.run("cpu") for setup in setups]
-    kept = [t.data_ptr() for t in sdpa.GATHERED.kept]
-    assert all(t.numel() for t in sdpa.GATHERED.kept)
+    kept = [t.data_ptr() for t in readers.GATHERED.kept]
+    assert all(t.numel() for t in readers.GATHERED.kept)
     results += [setup.run("cpu") for setup in setups]
-    assert [t.data_ptr() for t in sdpa.GATHERED.kept] == kept
+    assert [t.data_ptr() for t in readers.GATHERED.kept] == kept
     with ThreadPoolExecutor(3) as pool:
         results += pool.map(lambda setup: setup.run("cpu"), setups * 8)
     for setup, (out, lse) in zip(setups * 10, results, strict=True):
@@ -132,13 +132,13 @@ def test_memory_of_gathered_keys(kind: str, case: Case, monkeypatch: pytest.Monk
 
 
 def test_gathered_keys_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "GATHERED", sdpa.Gathered())
+    monkeypatch.setattr(readers, "GATHERED", readers.Gathered())
     for least, most in ((1 << 40, 1 << 50), (0, 1)):
-        monkeypatch.setattr(sdpa, "MIN_KEPT_BYTES", least)
-        monkeypatch.setattr(sdpa, "MAX_KEPT_BYTES", most)
+        monkeypatch.setattr(readers, "MIN_KEPT_BYTES", least)
+        monkeypatch.setattr(readers, "MAX_KEPT_BYTES", most)
         setup = Setup("decode", DECODE_BASE)
         setup.check(*setup.run("cpu"))
-    assert not any(t.numel() for t in sdpa.GATHERED.kept)
+    assert not any(t.numel() for t in readers.GATHERED.kept)
 
 
 NUMBERS = (0.5, -3e38, 1e-40, 0.0, math.inf, -math.inf, math.nan, -math.nan)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_ops.kernels.cpu import schedule, sdpa
+from attn_ops.kernels.cpu import readers, schedule, sdpa
 from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.harness import Setup
 
@@ -124,13 +124,13 @@ def test_requests_that_attend_together_are_bounded(monkeypatch: pytest.MonkeyPat
     setup = Setup("decode", replace(DECODE_BASE, kv_lens=(20,) * 5))
     token = setup.num_kv_heads * setup.head_dim
     sizes = []
-    read = sdpa.Reader.__call__
+    read = readers.Reader.__call__
 
-    def observed(self: sdpa.Reader, call: schedule.KernelCall) -> Callable[[torch.Tensor], torch.Tensor]:
+    def observed(self: readers.Reader, call: schedule.KernelCall) -> Callable[[torch.Tensor], torch.Tensor]:
         sizes.append(call.requests)
         return read(self, call)
 
-    monkeypatch.setattr(sdpa.Reader, "__call__", observed)
+    monkeypatch.setattr(readers.Reader, "__call__", observed)
     for elements, groups in ((5 * 20 * token, [5]), (2 * 20 * token + 1, [2, 2, 1]), (1, [1] * 5)):
         monkeypatch.setattr(schedule, "MAX_ELEMENTS", elements)
         CHECKED_CALLS["batch_decode"].clear()
@@ -288,7 +288,7 @@ def _first_keys(setup: Setup, cache: torch.Tensor) -> torch.Tensor:
     """What the first call of the kernel reads of ``cache``, NHD."""
     plan = setup.planner.state
     batch = schedule.Batch.of(plan.problem, setup.q.shape[0], cache.shape[0], schedule.Sees(False, -1, -1))
-    return sdpa.Reader(cache, cache, lambda t: t, 0)(next(schedule.of_plan(plan, batch)))(cache)
+    return readers.Reader(cache, cache, lambda t: t, 0)(next(schedule.of_plan(plan, batch)))(cache)
 
 
 def test_a_page_that_is_longer_than_its_tokens_is_read_as_far_as_they_go() -> None:
