@@ -19,7 +19,7 @@ from attn_ops.kernels.cuda.compile import FOLDER
 from attn_ops.kernels.cuda.kernel import Specialization
 from torch import Tensor
 
-from attn_ops.ops.unsupported import mla_by_tokens
+from attn_ops.ops.cuda_kernels import mla_by_tokens
 from benchmarks import report
 from benchmarks.comparison import release_memory
 from benchmarks.prefill_problem import MlaProblem, PrefillProblem

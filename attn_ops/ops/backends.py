@@ -18,7 +18,7 @@ import torch
 
 from attn_ops.eager.checked_call import Bases
 from attn_ops.errors import BackendError, OptionError
-from attn_ops.ops import unsupported
+from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.fp8_queries import CONVERTED_DTYPE, FP8_QUERY_OPS, QUERY, converting
 
 LOG = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ BACKENDS: tuple[Backend, ...] = (
     _cuda(
         "attn_ops.kernels.cuda",
         unsupported.cuda_merge_states,
-        kernels=dict.fromkeys(unsupported.CUDA_MERGES, "merge_states"),
+        kernels=dict.fromkeys(cuda_kernels.CUDA_MERGES, "merge_states"),
     ),
     _cuda(
         "attn_ops.kernels.cuda.decode",
@@ -156,18 +156,18 @@ BACKENDS: tuple[Backend, ...] = (
     _cuda(
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill,
-        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill"),
+        kernels=dict.fromkeys(cuda_kernels.CUDA_PREFILLS, "prefill"),
     ),
     _cuda(
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_e4m3,
-        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_e4m3"),
+        kernels=dict.fromkeys(cuda_kernels.CUDA_PREFILLS, "prefill_e4m3"),
         fp8_queries=True,
     ),
     _cuda(
         "attn_ops.kernels.cuda.prefill",
         unsupported.cuda_prefill_fp8,
-        kernels=dict.fromkeys(unsupported.CUDA_PREFILLS, "prefill_fp8"),
+        kernels=dict.fromkeys(cuda_kernels.CUDA_PREFILLS, "prefill_fp8"),
     ),
     _cuda(
         "attn_ops.kernels.cuda.mla",

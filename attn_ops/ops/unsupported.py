@@ -14,6 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from attn_ops.gpu import compute_capability
+from attn_ops.ops.cuda_kernels import (
+    CUDA_DECODE_HEAD_DIMS,
+    CUDA_DECODE_PACKED_ROWS,
+    CUDA_DECODE_PAGE,
+    CUDA_MERGE_VECTORS,
+    CUDA_PAGED_PREFILLS,
+    CUDA_PREFILL_FP8_HEAD_DIMS,
+    CUDA_PREFILL_GROUP,
+    CUDA_PREFILL_HEAD_DIMS,
+    CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    CUDA_VECTOR,
+    DecodeKey,
+    PrefillKey,
+    cuda_mla_keys,
+    kv_loads,
+    mla_by_tokens,
+)
 from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
 
 if TYPE_CHECKING:
@@ -57,49 +74,6 @@ TRITON_OPTIONS = frozenset(
 )
 """Options that the general Triton kernels implement, on one rank's part of the keys too."""
 
-CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
-"""Ops of ``kernels/cuda/merge_states.py``."""
-
-CUDA_VECTOR = 16
-"""Bytes that CUDA kernels load at once."""
-
-CUDA_PAGE = 8
-"""Tokens that pages are a multiple of where TMA loads them for the CUDA decode and prefill kernels: those of a swizzled
-group of rows."""
-
-CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
-"""Head dims of the CUDA decode kernel."""
-
-CUDA_DECODE_PAIRED_HEAD_DIM = 64
-"""Head dim of which a CTA of the CUDA decode kernel has two KV heads, if their number is even."""
-
-CUDA_DECODE_PACKED_ROWS = (8, 16)
-"""Query heads of a KV head that the CUDA decode kernels take."""
-
-CUDA_DECODE_PAGE = 16
-"""Page sizes of the CUDA decode kernel are multiples of it. Others give boxes of 8 tokens, with which it is slower than
-the general kernel for FP8 caches and an odd number of heads of 64."""
-
-CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
-"""``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
-
-CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
-"""The same where both products are of FP8."""
-
-CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
-"""Those of which there is another 16-bit kernel, with three consumers, for the query tiles of large batches."""
-
-CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
-"""Ops of ``kernels/cuda/prefill.py`` over paged KV."""
-
-CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
-
-CUDA_PREFILL_GROUP = 1 << 15
-"""Largest group size for which the division of the kernel, a multiplication, is exact."""
-
-CUDA_MERGE_VECTORS = 128
-"""Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
-
 CPU_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 """PyTorch's function, which a release may not have."""
 
@@ -113,12 +87,6 @@ POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right"})
 
 UNMAPPABLE = "keys and values have no elements, several at one address, or strides too large for a tensor map"
 UNJOINABLE = "keys and values have too many elements for pages and heads in one coordinate of a tensor map"
-
-CUDA_MLA_PAGE = 64
-"""Tokens that a page is a multiple of where TMA loads it for CUDA MLA: those of a KV tile."""
-
-CUDA_MLA_SWAPPED_ROWS = (16, 32)
-"""Packed rows of units with swapped operands, the second where a 16-bit cache is copied by tokens."""
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
@@ -216,33 +184,13 @@ def triton(p: Problem) -> list[str]:
     )
 
 
-def mla_by_tokens(page_size: int) -> bool:
-    """Whether CUDA MLA copies KV tiles token by token: a page is not whole tiles, as TMA loads them."""
-    return page_size % CUDA_MLA_PAGE != 0
-
-
-def cuda_mla_swapped_rows(fp8: bool, by_tokens: bool) -> tuple[int, ...]:
-    """Packed rows of the units in which CUDA MLA swaps its operands, for an FP8 cache and for one copied by tokens."""
-    return CUDA_MLA_SWAPPED_ROWS if by_tokens and not fp8 else CUDA_MLA_SWAPPED_ROWS[:1]
-
-
-def cuda_mla_kernels(fp8: bool, by_tokens: bool) -> list[tuple[str, int, int]]:
-    """CUDA MLA kernels, packed rows of their units, and CTAs that divide the KV tiles of a unit.
-
-    The plan chooses one. In ``("mla", 128, 1)`` two CTAs share KV tiles, by the multicast of TMA.
-    """
-    sizes = [("mla_swap_ab", rows) for rows in cuda_mla_swapped_rows(fp8, by_tokens)]
-    kernels = [(*size, ctas) for size in (*sizes, ("mla", 64)) for ctas in (1, 2)]
-    return kernels if by_tokens else [*kernels, ("mla", 128, 1)]
-
-
 def cuda_mla(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache, which is converted to it."""
     fp8, by_tokens = p.kv_dtype in FP8, mla_by_tokens(p.page_size)
     return _cuda(
         p,
         "mla",
-        [(*kernel, p.dtype, fp8, by_tokens) for kernel in cuda_mla_kernels(fp8, by_tokens)],
+        cuda_mla_keys(p.dtype, fp8, by_tokens),
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             _is_16_bit(p),
@@ -314,23 +262,6 @@ def needs_general_decode(dtype: torch.dtype, pos_encoding: str) -> bool:
     return dtype == torch.float32 or pos_encoding != DEFAULTS.pos_encoding
 
 
-def cuda_decode_kv_heads(dim: int, num_kv_heads: int) -> int:
-    """KV heads of a CTA of the CUDA decode kernel."""
-    return 2 if dim == CUDA_DECODE_PAIRED_HEAD_DIM and num_kv_heads % 2 == 0 else 1
-
-
-def cuda_decode_key(
-    dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> tuple[Hashable, ...]:
-    """The specialization of the CUDA decode kernel.
-
-    Head dim, KV heads of a CTA, packed rows, dtype of products, dtype of an FP8 cache.
-    """
-    fp8 = kv_dtype if kv_dtype in FP8 else None
-    packed_rows = next(rows for rows in CUDA_DECODE_PACKED_ROWS if group <= rows)
-    return dim, cuda_decode_kv_heads(dim, num_kv_heads), packed_rows, torch.float16 if fp8 else dtype, fp8
-
-
 def cuda_decode(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache."""
     group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)
@@ -345,7 +276,7 @@ def cuda_decode(p: Problem) -> list[str]:
         (p.layout.joinable, UNJOINABLE),
         *_options(p, CUDA_DECODE_OPTIONS),
     ]
-    keys = [] if _failed(sizes) else [cuda_decode_key(dims[0], p.num_kv_heads, group, p.dtype, p.kv_dtype)]
+    keys = [] if _failed(sizes) else [DecodeKey.of(dims[0], p.num_kv_heads, group, p.dtype, p.kv_dtype)]
     return _cuda(p, "decode", keys, checks)
 
 
@@ -359,7 +290,7 @@ def _cuda_prefill(
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
     sizes = (False, True) if dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and not fp8 else (False,)
-    keys = [(*dims, _kv_loads(p), p.dtype, fp8, large_batch) for large_batch in sizes]
+    keys = [PrefillKey(*dims, _kv_loads(p), p.dtype, fp8, large_batch) for large_batch in sizes]
     return _cuda(
         p,
         "prefill",
@@ -380,14 +311,6 @@ def _cuda_prefill(
 
 def _is_16_bit(p: Problem) -> tuple[bool, str]:
     return p.dtype in (torch.float16, torch.bfloat16), f"{p.dtype} is not a 16-bit dtype"
-
-
-def kv_loads(paged: bool, page_size: int) -> str:
-    """How CUDA prefill loads keys and values: ``ragged`` or in ``pages``, by TMA, or by ``tokens``, by cp.async.
-
-    The latter takes pages of any size.
-    """
-    return "ragged" if not paged else "tokens" if page_size % CUDA_PAGE else "pages"
 
 
 def _kv_loads(p: Problem) -> str:

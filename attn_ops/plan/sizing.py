@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attn_ops.gpu import HOPPER, hopper_sms, is_hopper, properties
+from attn_ops.ops.cuda_kernels import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, cuda_decode_kv_heads
 from attn_ops.ops.options import MLA_HEAD_DIMS
-from attn_ops.ops.unsupported import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, cuda_decode_kv_heads, has_cuda_decode
+from attn_ops.ops.unsupported import has_cuda_decode
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import (
     CTAS_PER_SM,

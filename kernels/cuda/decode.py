@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from attn_ops.kernels.triton.launch import is_eager
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
-from attn_ops.ops.unsupported import (
+from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_HEAD_DIMS,
     CUDA_DECODE_PACKED_ROWS,
     CUDA_DECODE_PAIRED_HEAD_DIM,
-    cuda_decode_key,
+    DecodeKey,
     cuda_decode_kv_heads,
 )
+from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem, num_slots
 
 TILE_BYTES, STAGES = 16 << 10, 3
@@ -73,9 +72,8 @@ def shared_bytes(dim: int, kv_heads: int, packed_rows: int, fp8: bool) -> int:
     return 2 * STAGES * TILE_BYTES + consumers * (-(-of_consumer // 1024) * 1024) + 3 * STAGES * 8 + 4 * consumers
 
 
-def _specialization(
-    dim: int, kv_heads: int, packed_rows: int, dtype: torch.dtype, fp8: torch.dtype | None
-) -> Specialization:
+def _specialization(key: DecodeKey) -> Specialization:
+    dim, kv_heads, packed_rows, dtype, fp8 = key
     macros = {"HEAD_DIM": dim, "KV_HEADS": kv_heads, "PACKED_ROWS": packed_rows, "DTYPE": DTYPES[dtype]}
     if fp8 is not None:
         macros["KV_FP8"] = 1 + FP8_TYPES[fp8]
@@ -83,14 +81,14 @@ def _specialization(
     return Specialization(KERNEL, macros, threads=threads(kv_heads), shared_bytes=shared)
 
 
-SPECIALIZATIONS: dict[tuple[Hashable, ...], Specialization] = {
-    (dim, kv_heads, packed_rows, *types): _specialization(dim, kv_heads, packed_rows, *types)
+SPECIALIZATIONS = {
+    key: _specialization(key)
     for dim in sorted(CUDA_DECODE_HEAD_DIMS)
     for kv_heads in ((1, 2) if dim == CUDA_DECODE_PAIRED_HEAD_DIM else (1,))
     for packed_rows in CUDA_DECODE_PACKED_ROWS
     for types in (*((dtype, None) for dtype in DTYPES), *((torch.float16, fp8) for fp8 in FP8_TYPES))
+    for key in (DecodeKey(dim, kv_heads, packed_rows, *types),)
 }
-"""By :func:`attn_ops.ops.unsupported.cuda_decode_key`. With an FP8 cache products are of float16."""
 
 
 def batch_decode(
@@ -124,7 +122,7 @@ def batch_decode(
         for t in (k_cache, v_cache)
     )
     launch(
-        SPECIALIZATIONS[cuda_decode_key(dim, problem.num_kv_heads, group, q.dtype, k_cache.dtype)],
+        SPECIALIZATIONS[DecodeKey.of(dim, problem.num_kv_heads, group, q.dtype, k_cache.dtype)],
         (problem.num_kv_heads // kv_heads, num_ctas),
         q=q,
         k=k,

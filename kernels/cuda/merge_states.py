@@ -11,7 +11,7 @@ from attn_ops.meta.outputs import merge_state as allocate_merge_state
 from attn_ops.meta.outputs import merge_states as allocate_merge_states
 from torch import Tensor
 
-from attn_ops.ops.unsupported import CUDA_MERGE_VECTORS, CUDA_VECTOR
+from attn_ops.ops.cuda_kernels import CUDA_MERGE_VECTORS, CUDA_VECTOR
 
 THREADS = CUDA_MERGE_VECTORS
 """``kThreads`` of the source. A row of a head has at most so many vectors."""

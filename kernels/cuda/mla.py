@@ -16,13 +16,14 @@ from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.gpu import num_sms
-from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, mla_scale
-from attn_ops.ops.unsupported import (
+from attn_ops.ops.cuda_kernels import (
     CUDA_MLA_PAGE,
-    cuda_mla_kernels,
+    MlaKey,
+    cuda_mla_keys,
     cuda_mla_swapped_rows,
     mla_by_tokens,
 )
+from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, mla_scale
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, max_work_items, num_partials
 
@@ -86,8 +87,9 @@ def swapped_shared_bytes(packed_rows: int, splits: int) -> int:
     return -(-used // 1024) * 1024
 
 
-def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: bool, by_tokens: bool) -> Specialization:
-    macros = {"SPLITS": splits, "DTYPE": dtype}
+def _specialization(key: MlaKey) -> Specialization:
+    kernel, unit_rows, splits, dtype, fp8, by_tokens = key
+    macros = {"SPLITS": splits, "DTYPE": DTYPES[dtype]}
     macros |= ({"KV_FP8": 1} if fp8 else {}) | ({"KV_CP_ASYNC": 1} if by_tokens else {})
     if kernel == "mla":
         cluster, warpgroups, shared_bytes = unit_rows // PACKED_ROWS, 3, SHARED_BYTES
@@ -105,13 +107,11 @@ def _specialization(kernel: str, unit_rows: int, splits: int, dtype: int, fp8: b
 
 
 SPECIALIZATIONS = {
-    (*one, dtype, *cache): _specialization(*one, number, *cache)
+    key: _specialization(key)
     for cache in itertools.product((False, True), repeat=2)
-    for one in cuda_mla_kernels(*cache)
-    for dtype, number in DTYPES.items()
+    for dtype in DTYPES
+    for key in cuda_mla_keys(dtype, *cache)
 }
-"""By the kernel, the packed rows of a unit, the CTAs that divide its KV tiles, dtype, whether the cache is FP8, and
-whether it is copied by tokens."""
 
 
 class Units(NamedTuple):
@@ -184,7 +184,7 @@ def batch_mla(
     by_tokens = mla_by_tokens(problem.page_size)
     sms, fp8 = num_sms(q_nope.device), ckv_cache.dtype in FP8
     units = units_of(problem.tile_rows * heads, fp8, by_tokens)
-    key = units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype, fp8, by_tokens
+    key = MlaKey(units.kernel, units.rows, cluster_splits_of(sms, p), q_nope.dtype, fp8, by_tokens)
     specialization = SPECIALIZATIONS[key]
     cluster = specialization.cluster[0]
     num_items = max_work_items(p, rows)

@@ -11,7 +11,7 @@ from attn_ops.kernels.cuda.kernel import TensorMap
 from torch import Tensor
 
 from attn_ops.native.images import NoImageError
-from attn_ops.ops.unsupported import CUDA_PAGE
+from attn_ops.ops.cuda_kernels import CUDA_PAGE
 from attn_ops.plan.state import KV_BLOCK
 
 ROW_BYTES = 128

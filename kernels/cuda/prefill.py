@@ -20,13 +20,14 @@ from attn_ops.kernels.cuda.operands import (
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
-from attn_ops.ops.unsupported import (
+from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    PrefillKey,
     kv_loads,
 )
+from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
 from attn_ops.plan.sizing import THREE_CONSUMERS_CTA_PACKED_ROWS, THREE_CONSUMERS_HEAD_DIM, fills_three_consumers
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
@@ -66,7 +67,7 @@ def _kernel(by_tokens: bool, **of_fp8: str) -> Kernel:
 
 
 LOADS = ("ragged", "pages", "tokens")
-"""The results of :func:`~attn_ops.ops.unsupported.kv_loads`."""
+"""The results of :func:`~attn_ops.ops.cuda_kernels.kv_loads`."""
 
 KERNEL, KV_FP8_KERNEL, Q_FP8_KERNEL = (
     {loads: _kernel(by_tokens=loads == "tokens", **of_fp8) for loads in LOADS}
@@ -166,7 +167,7 @@ def tile_of(dims: tuple[int, int], dtype: torch.dtype, fp8: bool, packed_rows: i
 
 
 SPECIALIZATIONS = {
-    (*dims, loads, dtype, fp8, tiles is LARGE_BATCH_TILES): Specialization(
+    PrefillKey(*dims, loads, dtype, fp8, tiles is LARGE_BATCH_TILES): Specialization(
         kernels[loads],
         {
             "HEAD_DIM_QK": dims[0],
@@ -190,8 +191,6 @@ SPECIALIZATIONS = {
     for loads in LOADS
     for dtype in dtypes
 }
-"""By head dims, :func:`~attn_ops.ops.unsupported.kv_loads`, dtype of the query, whether KV is FP8, and
-:func:`for_large_batches`."""
 
 LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
 """By dtype of the query: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
@@ -259,7 +258,7 @@ def launch_tiles(
     unit_rows = tile.unit_rows(packed_rows)
     num_units = num_items * num_kv_heads * -(-packed_rows // unit_rows)
     launch(
-        SPECIALIZATIONS[(*dims, loads, x.q.dtype, fp8, for_large_batches(dims, fp8, packed_rows))],
+        SPECIALIZATIONS[PrefillKey(*dims, loads, x.q.dtype, fp8, for_large_batches(dims, fp8, packed_rows))],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
         q_map=q_map,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.ops.cuda_kernels import CUDA_MERGES
 from attn_ops.ops.schemas import SCHEMAS
-from attn_ops.ops.unsupported import CUDA_MERGES
 from helpers.calls import arguments, observed
 from helpers.device_copies import DeviceCopies
 

@@ -23,7 +23,7 @@ from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from helpers.cuda_kernels import needs_nvrtc
 
 from attn_ops.errors import BackendError
-from attn_ops.ops import backends, unsupported
+from attn_ops.ops import backends, cuda_kernels, unsupported
 
 SOURCE = """#include "constants.cuh"
 extern "C" __global__ void add_kernel(float* out, int n) { if (threadIdx.x < n) out[threadIdx.x] += ADDED; }
@@ -166,7 +166,7 @@ def test_a_missing_source_is_a_reason(folder: Path) -> None:
     assert "the CUDA kernel cannot be compiled" in unavailable_reason(ADD)
 
 
-@pytest.mark.parametrize("op", unsupported.CUDA_MERGES)
+@pytest.mark.parametrize("op", cuda_kernels.CUDA_MERGES)
 def test_another_kernel_runs_in_the_place_of_one_that_does_not_compile(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from helpers import mla_cases
 from helpers.cuda_host import Host, needs_a_compiler
 from helpers.cuda_host.calls import FP8_KV, mla_op, swapped
 
-from attn_ops.ops import unsupported
+from attn_ops.ops import cuda_kernels
 from attn_ops.plan.sizing import packed_rows_of_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
@@ -187,7 +187,7 @@ def test_every_size_of_units_runs() -> None:
     rows = [case.heads * case.planner.get("tile_rows", 1) for case in (*MLA, *SWAPPED)]
     for copied in (False, True):
         sizes = {mla.units_of(packed_rows, by_tokens=copied)[:2] for packed_rows in rows}
-        assert sizes == {kernel[:2] for kernel in unsupported.cuda_mla_kernels(False, copied)}
+        assert sizes == {key[:2] for key in cuda_kernels.cuda_mla_keys(torch.bfloat16, False, copied)}
 
 
 def test_swapped_operands_change_the_result_by_rounding_alone(monkeypatch: pytest.MonkeyPatch) -> None:

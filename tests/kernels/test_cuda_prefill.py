@@ -24,7 +24,7 @@ from helpers.tensors import tensor_of_map
 from torch import Tensor
 
 import attn_ops
-from attn_ops.ops import unsupported
+from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import KV_BLOCK
@@ -175,7 +175,7 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kLoadedRowBytes": min(tile.row_bytes, row_bytes),
         "kGroupBytes": row_bytes * GROUP_TOKENS,
         "kNone": prefill.NO_WINDOW,
-        "kMaxGroup": unsupported.CUDA_PREFILL_GROUP,
+        "kMaxGroup": cuda_kernels.CUDA_PREFILL_GROUP,
         "kLikeQuery": 0,
         **({"kTransposedStages": tile.transposed_stages} if tile.transposed_stages else {}),
         **(dict(zip(("kFp8E4M3", "kFp8E5M2"), prefill.FP8_TYPES.values(), strict=True)) if tile.converted else {}),

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "typed",
     ),
     ("plan.state", "ops.options"),
+    ("ops.cuda_kernels",),
     ("ops.unsupported",),
     ("native",),
     ("eager.captured_call", "eager.interposition", "eager.op_entry"),

@@ -1,0 +1,151 @@
+"""The CUDA kernels: which sizes they take, and which specialization runs a problem.
+
+A key names a specialization in ``SPECIALIZATIONS`` of the kernel's module in ``kernels/cuda``, without importing it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from attn_ops.ops.options import FP8
+
+CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
+"""Ops of ``kernels/cuda/merge_states.py``."""
+
+CUDA_VECTOR = 16
+"""Bytes that CUDA kernels load at once."""
+
+CUDA_PAGE = 8
+"""Tokens that pages are a multiple of where TMA loads them for the CUDA decode and prefill kernels: those of a swizzled
+group of rows."""
+
+CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
+"""Head dims of the CUDA decode kernel."""
+
+CUDA_DECODE_PAIRED_HEAD_DIM = 64
+"""Head dim of which a CTA of the CUDA decode kernel has two KV heads, if their number is even."""
+
+CUDA_DECODE_PACKED_ROWS = (8, 16)
+"""Query heads of a KV head that the CUDA decode kernels take."""
+
+CUDA_DECODE_PAGE = 16
+"""Page sizes of the CUDA decode kernel are multiples of it. Others give boxes of 8 tokens, with which it is slower than
+the general kernel for FP8 caches and an odd number of heads of 64."""
+
+CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
+"""``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
+
+CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
+"""The same where both products are of FP8."""
+
+CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
+"""Those of which there is another 16-bit kernel, with three consumers, for the query tiles of large batches."""
+
+CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
+"""Ops of ``kernels/cuda/prefill.py`` over paged KV."""
+
+CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
+
+CUDA_PREFILL_GROUP = 1 << 15
+"""Largest group size for which the division of the kernel, a multiplication, is exact."""
+
+CUDA_MERGE_VECTORS = 128
+"""Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
+
+CUDA_MLA_PAGE = 64
+"""Tokens that a page is a multiple of where TMA loads it for CUDA MLA: those of a KV tile."""
+
+CUDA_MLA_SWAPPED_ROWS = (16, 32)
+"""Packed rows of units with swapped operands, the second where a 16-bit cache is copied by tokens."""
+
+
+class DecodeKey(NamedTuple):
+    """A specialization of ``decode.cu``.
+
+    kv_heads     of a CTA
+    packed_rows  of a KV head, at most
+    dtype        of the products, float16 with an FP8 cache
+    fp8          dtype of an FP8 cache
+    """
+
+    head_dim: int
+    kv_heads: int
+    packed_rows: int
+    dtype: torch.dtype
+    fp8: torch.dtype | None
+
+    @classmethod
+    def of(cls, head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> DecodeKey:
+        fp8 = kv_dtype if kv_dtype in FP8 else None
+        packed_rows = next(rows for rows in CUDA_DECODE_PACKED_ROWS if group <= rows)
+        kv_heads = cuda_decode_kv_heads(head_dim, num_kv_heads)
+        return cls(head_dim, kv_heads, packed_rows, torch.float16 if fp8 else dtype, fp8)
+
+
+def cuda_decode_kv_heads(head_dim: int, num_kv_heads: int) -> int:
+    """KV heads of a CTA of the CUDA decode kernel."""
+    return 2 if head_dim == CUDA_DECODE_PAIRED_HEAD_DIM and num_kv_heads % 2 == 0 else 1
+
+
+class PrefillKey(NamedTuple):
+    """A specialization of ``prefill.cu``.
+
+    loads        how it loads keys and values, as :func:`kv_loads` says
+    dtype        of the query
+    fp8          keys and values are of FP8
+    large_batch  it has three consumers, for the query tiles of large batches
+    """
+
+    head_dim_qk: int
+    head_dim_vo: int
+    loads: str
+    dtype: torch.dtype
+    fp8: bool
+    large_batch: bool
+
+
+def kv_loads(paged: bool, page_size: int) -> str:
+    """How CUDA prefill loads keys and values: ``ragged`` or in ``pages``, by TMA, or by ``tokens``, by cp.async.
+
+    The latter takes pages of any size.
+    """
+    return "ragged" if not paged else "tokens" if page_size % CUDA_PAGE else "pages"
+
+
+class MlaKey(NamedTuple):
+    """A specialization of MLA.
+
+    kernel     ``"mla"`` or ``"mla_swap_ab"``
+    unit_rows  packed rows of a unit. Two CTAs share KV tiles, by the multicast of TMA, in those of 128
+    splits     CTAs that divide the KV tiles of a unit
+    dtype      of the query
+    fp8        the cache is of FP8
+    by_tokens  the cache is copied by tokens
+    """
+
+    kernel: str
+    unit_rows: int
+    splits: int
+    dtype: torch.dtype
+    fp8: bool
+    by_tokens: bool
+
+
+def mla_by_tokens(page_size: int) -> bool:
+    """Whether CUDA MLA copies KV tiles token by token: a page is not whole tiles, as TMA loads them."""
+    return page_size % CUDA_MLA_PAGE != 0
+
+
+def cuda_mla_swapped_rows(fp8: bool, by_tokens: bool) -> tuple[int, ...]:
+    """Packed rows of the units in which CUDA MLA swaps its operands, for an FP8 cache and for one copied by tokens."""
+    return CUDA_MLA_SWAPPED_ROWS if by_tokens and not fp8 else CUDA_MLA_SWAPPED_ROWS[:1]
+
+
+def cuda_mla_keys(dtype: torch.dtype, fp8: bool, by_tokens: bool) -> list[MlaKey]:
+    """The specializations of which a plan chooses one."""
+    sizes = [("mla_swap_ab", rows) for rows in cuda_mla_swapped_rows(fp8, by_tokens)]
+    kernels = [(*size, splits) for size in (*sizes, ("mla", 64)) for splits in (1, 2)]
+    kernels += [] if by_tokens else [("mla", 128, 1)]
+    return [MlaKey(*kernel, dtype, fp8, by_tokens) for kernel in kernels]
