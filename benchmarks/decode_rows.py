@@ -86,6 +86,8 @@ ROWS: tuple[DecodeRow, ...] = (
     _even(32, 4096, (32, 2), None),
     _even(32, 4096, (48, 4), None),
     _heads_of_64(_even(128, 2048, (32, 8), None)),
+    _heads_of_64(_even(64, 4096, (64, 8), None)),
+    _fp8(_heads_of_64(_even(64, 4096, (64, 8), None))),
     _fp8(_even(1, 32768, (32, 8), None)),
     _fp8(_even(32, 4096, (32, 8), None)),
     _fp8(_even(128, 8192, (32, 8), None)),
