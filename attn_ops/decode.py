@@ -241,7 +241,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
                 f"{self._q_len_per_req} as in the first plan, in CUDA-graph mode",
                 "make a wrapper for each number of rows",
             )
-        return self._prepare(where, batch).with_state(_q_len_per_req=q_len_per_req)
+        causal = is_causal is None or bool(is_causal)
+        return self._prepare(where, batch).with_state(_q_len_per_req=q_len_per_req, _causal_rows=causal)
 
     begin_forward = plan = committing(prepare_plan)
 
@@ -364,7 +365,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
                 with the variant AttentionSink.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
             q_len_per_req: query rows of each request where plan() did not name it. They are its last tokens, causal
-                among themselves. Every such call plans anew: name it in plan() if more than one call has it.
+                among themselves as plan() says. Every such call plans anew: name it in plan() if more than one call
+                has it.
 
         Returns:
             ``out`` as q, with ``return_lse`` also float32 ``lse [batch, num_qo_heads]``.

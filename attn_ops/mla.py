@@ -28,7 +28,7 @@ from attn_ops.frontend.block_tables import TableNames, block_table, check_host_p
 from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.kv_cache import PagedCache, latent
-from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_by_ratio
+from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_query
 from attn_ops.frontend.one_shot import latent_call
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec
 from attn_ops.frontend.planned_batch import Batch
@@ -252,8 +252,8 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
                 number of rows for every request.
             return_lse_base_on_e: natural LSE in the place of base 2.
             ckv_scale, kpe_scale: of an FP8 cache; the output is multiplied by ``ckv_scale`` too. Where the two differ,
-                ``q_pe`` takes up their ratio, rounded to its dtype. Both are required for an FP8 cache, unless
-                ``bmm1_scale`` or ``page_table`` is given.
+                one part of the query takes up their ratio, rounded to its dtype. Both are required for an FP8 cache,
+                unless ``bmm1_scale`` or ``page_table`` is given.
             ckv_scale_arr: float32 ``[pages, page_size, ckv / 128]``, in place of ``ckv_scale``: a scale for every
                 token and group of 128 columns. The batch's pages are converted to the dtype of the query in each call,
                 into memory of its own.
@@ -275,17 +275,18 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         ckv, kpe = self._cache(where, ckv_cache, kpe_cache, kv_cache, nope.shape[-1])
         requires_scales = ckv.dtype in FP8 and page_table is None and bmm1_scale is None
         check_scales(where, ckv_scale, ckv_scale_arr, kpe_scale, requires_scales)
-        groups = None
+        dtype = self._dtype_of_output(nope, out)
+        groups: GroupScales | None = None
+        of_cache: dict[str, float | None] = {}
         if ckv_scale_arr is not None:
             groups = GroupScales.of(where, ckv_scale_arr, ckv, kpe_scale)
         else:
-            pe = scaled_by_ratio(pe, ckv.dtype, ckv_scale, kpe_scale)
-        dtype = self._dtype_of_output(nope, out)
+            nope, pe, of_cache = scaled_query(nope, pe, ckv.dtype, ckv_scale, kpe_scale)
         if o_scale is not None and dtype not in FP8:
             shown = f"o_scale is given and the output is {dtype_name(dtype)}"
             fail(OptionError, where, shown, "an FP8 output", "pass an FP8 buffer out, or plan an FP8 output_dtype")
         scales = ScaleFactors(
-            {"bmm1_scale": bmm1_scale, "ckv_scale": ckv_scale},
+            {"bmm1_scale": bmm1_scale, **of_cache},
             {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale, "o_scale": reciprocal(where, "o_scale", o_scale)},
         )
         output = OutputSpec(out, lse, return_lse, dtype, "ln" if return_lse_base_on_e else self._lse_base or "log2")

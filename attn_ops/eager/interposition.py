@@ -39,6 +39,15 @@ def is_traced() -> bool:
     )
 
 
+def is_recorded() -> bool:
+    """Whether ``make_fx`` records ops on tensors, whose contents are then those of one call."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # imports SymPy
+
+    return get_proxy_mode() is not None
+
+
 def may_be_differentiated() -> bool:
     """Whether arguments of an op may have gradients that its kernel does not see: those of ``torch.func``, tangents."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None

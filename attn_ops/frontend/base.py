@@ -127,6 +127,9 @@ class Wrapper:
         self._repeatable: RepeatablePlan | None = None
         self._mask: Tensor | None = None
 
+    _causal_rows = True
+    """Whether the rows of a request are causal among themselves, where a call has several and the plan one."""
+
     def __copy__(self) -> Wrapper:
         """A wrapper of the caller's workspace with a plan of its own."""
         if self._graph is not None:
@@ -135,6 +138,18 @@ class Wrapper:
         shared = () if self._workspace is None else (self._workspace, self._planned and self._planned.workspace)
         own = {name: x for name, x in vars(self).items() if name in _PLAN or isinstance(x, Wrapper)}
         return _with_attributes(self, copy.deepcopy(own, {id(t): t for t in shared}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the view of the caller's buffer: ``torch.save`` takes a storage in one dtype alone."""
+        state = {**vars(self), "_repeatable": None}
+        if self._planned is not None and self._workspace is not None:
+            state["_planned"] = replace(self._planned, workspace=torch.empty(0, device=self.device))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._planned is not None and self._workspace is not None:
+            self._planned = self._with_workspace(self._name, self._workspace)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -361,7 +376,7 @@ class Wrapper:
         op: str = p.op
         source: PlanSource = p
         if q_len_per_req is not None:
-            op, source = "batch_prefill", RowsOfCall(p, q_len_per_req)
+            op, source = "batch_prefill", RowsOfCall(p, q_len_per_req, self._causal_rows)
         return AttentionCall(
             where, op, tensors, source, options, output, scales, kv_layout or self._kv_layout, self._backend
         )

@@ -5,6 +5,8 @@ Offsets of queries, outputs and ragged KV are accepted where they say what packi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,9 @@ from attn_ops.typed import typed
 OFFSET_UNITS = ("elements", "tokens")
 
 
-def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tuple[Tensor | None, set[int]]]) -> None:
+def _check_offsets(
+    where: str, units: str, indptr: Tensor, offsets: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]
+) -> None:
     """Each given tensor is ``indptr`` times its elements per token (or 1): those of a token, or from one to the next.
 
     Contents are not compared while tracing or capturing.
@@ -37,7 +41,7 @@ def _check_offsets(where: str, units: str, indptr: Tensor, offsets: dict[str, tu
         assert tensor is not None
         flat = tensor.cpu().long().flatten()
         packed = indptr[: flat.shape[0]].cpu().long()
-        if not any(torch.equal(flat, packed * step) for step in (elements if units == "elements" else {1})):
+        if not any(torch.equal(flat, packed * step) for step in (elements if units == "elements" else (1,))):
             fail(
                 UnsupportedError,
                 where,
@@ -98,6 +102,7 @@ def cudnn_batch_decode_with_kv_cache(
         actual_seq_lens_kv: int ``[batch]``, or with dimensions of size 1 after it.
         block_tables: int ``[batch, max_pages_per_request]``.
         batch_offsets_q, batch_offsets_o: first element of each request, refused unless packed without gaps.
+            ``batch_offsets_k`` and ``batch_offsets_v`` have no effect: ``block_tables`` says where pages are.
 
     Returns:
         ``out`` as q, with ``return_lse`` also float32 ``lse``, base 2.
@@ -107,12 +112,11 @@ def cudnn_batch_decode_with_kv_cache(
     required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
     assert actual_seq_lens_kv is not None
     assert block_tables is not None
-    _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
     positive(where, q_len_per_req=q_len_per_req)
     tables = block_table(where, "block_tables", block_tables, q.device)
     rows = uniform_rows(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
     even = torch.arange(tables.shape[0] + 1, device="cpu") * q_len_per_req
-    per_row = {q.shape[1] * q.shape[2], q.stride(0)}, {q.shape[1] * v_cache.shape[-1]}
+    per_row = (q.shape[1] * q.shape[2], q.stride(0)), (q.shape[1] * v_cache.shape[-1],)
     _check_offsets(
         where,
         "elements",
@@ -228,9 +232,9 @@ def cudnn_batch_prefill_with_kv_cache(
         batch_offsets_units,
         qo_indptr,
         {
-            "batch_offsets_q": (batch_offsets_q, {heads * q.shape[2], q.stride(0)}),
-            "batch_offsets_o": (batch_offsets_o, {heads * v_cache.shape[-1]}),
-            "batch_offsets_stats": (batch_offsets_stats, {heads}),
+            "batch_offsets_q": (batch_offsets_q, (heads * q.shape[2], q.stride(0))),
+            "batch_offsets_o": (batch_offsets_o, (heads * v_cache.shape[-1],)),
+            "batch_offsets_stats": (batch_offsets_stats, (heads,)),
         },
     )
     dtype = _unnamed_dtype(q.dtype, out) if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
@@ -274,8 +278,8 @@ def _ragged_indptr(
         ranked(where, name, t, RAGGED_DIMS)
     kv_indptr, kv_heads = _indptr(where, "actual_seq_lens_kv", seq_lens, "k_cache", k), k.shape[1]
     offsets = {
-        "batch_offsets_k": (offsets_k, {kv_heads * q.shape[2], k.stride(0)}),
-        "batch_offsets_v": (offsets_v, {kv_heads * v.shape[-1], v.stride(0)}),
+        "batch_offsets_k": (offsets_k, (kv_heads * q.shape[2], k.stride(0))),
+        "batch_offsets_v": (offsets_v, (kv_heads * v.shape[-1], v.stride(0))),
     }
     _check_offsets(where, units, kv_indptr, offsets)
     return kv_indptr

@@ -26,7 +26,7 @@ class _LatentDecode(NamedTuple):
     """A call that decodes over a latent cache by block tables, as the public functions describe it.
 
     dims     widths of the two parts of a latent
-    output   without ``dtype`` and ``rows_shape``, which are those of the query
+    output   without ``dtype`` and ``rows_shape``, which are those of the query. ``lse`` may have the query's dimensions
     context  the shard, and the tokens of each request on all ranks, its query rows included
     sparse   the tokens that each query row sees, if not all
     """
@@ -84,19 +84,25 @@ class _LatentDecode(NamedTuple):
             ckv, kpe = one_token_pages(where, ckv), one_token_pages(where, kpe)
             rows = uniform_indptr(q_nope.shape[0], 1, query.device)
         assert seq_lens is not None
-        dtype = dtype_without_scale(query, self.output.out)
-        return latent_call(
+        dtype, lse = dtype_without_scale(query, self.output.out), self.output.lse
+        nested = lse is not None and lse.dim() == 3 and lse.shape == query.shape[:-1] and lse.is_contiguous()
+        result = latent_call(
             where,
             (q_nope, q_pe, ckv, kpe),
             table,
             seq_lens,
             rows,
             AttentionOptions(sm_scale=1.0, sinks=as_sinks(where, self.sinks, query.device), causal=True),
-            self.output._replace(dtype=dtype, rows_shape=tuple(query.shape[:-2])),
+            self.output._replace(
+                lse=lse.flatten(0, 1) if nested else lse,  # type: ignore[union-attr]
+                dtype=dtype,
+                rows_shape=tuple(query.shape[:-2]),
+            ),
             self.scales,
             keys,
             sparse=self.sparse is not None,
         ).execute()
+        return (result[0], lse) if nested and self.output.return_lse else result
 
 
 @typed
@@ -160,7 +166,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     Returns:
         ``out [..., num_heads, kv_lora_rank]`` in the dtype of the query, bfloat16 if that is FP8; with
-        ``return_lse`` also float32 ``lse [rows, num_heads]``.
+        ``return_lse`` also float32 ``lse [rows, num_heads]``, or the buffer ``lse [batch, q_len, num_heads]``.
     """
     where = "trtllm_batch_decode_with_kv_cache_mla"
     refuse(
@@ -223,11 +229,17 @@ def xqa_batch_decode_with_kv_cache_mla(
     sinks: Any = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
-    """:func:`trtllm_batch_decode_with_kv_cache_mla` under its other name."""
+    """:func:`trtllm_batch_decode_with_kv_cache_mla` under its other name.
+
+    ``out`` may be ``[batch, num_heads, kv_lora_rank]`` for a query of one row per request.
+    """
     where, dims = "xqa_batch_decode_with_kv_cache_mla", (kv_lora_rank, qk_rope_head_dim)
     scales = ScaleFactors.of_products(bmm1_scale, bmm2_scale)
-    call = _LatentDecode(where, query, kv_cache, dims, block_tables, seq_lens, OutputSpec(out), scales, sinks)
-    return call.execute()
+    without_rows = out is not None and out.dim() == 3 and query.dim() == 4 and query.shape[1] == 1
+    output = OutputSpec(out.unsqueeze(1) if without_rows else out)  # type: ignore[union-attr]
+    call = _LatentDecode(where, query, kv_cache, dims, block_tables, seq_lens, output, scales, sinks)
+    result: Tensor = call.execute()
+    return result if out is None else out
 
 
 @typed

@@ -10,14 +10,16 @@ from attn_ops.ops.options import LAYOUTS, PAGED_DIMS
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 
 
-def paged(where: str, cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
+def paged(where: str, cache: PagedCache, kv_layout: str, *, may_be_shared: bool = False) -> tuple[Tensor, Tensor]:
     """``(keys, values)``, 4-D views in ``kv_layout``.
 
     One tensor has keys at ``[:, 0]`` and values at ``[:, 1]``; a pair, tuple or list, has one tensor each. Without a
-    dimension for the places in a page (one 4-D tensor, or a pair of 3-D ones) the page size is 1.
+    dimension for the places in a page (one 4-D tensor, or a pair of 3-D ones) the page size is 1. If the cache
+    ``may_be_shared``, one tensor ``[pages, 1, ...]`` of 5 dimensions has keys that are the values.
     """
     if isinstance(cache, Tensor):
-        if cache.dim() not in (4, 5) or cache.shape[1] != 2:
+        shared = may_be_shared and cache.dim() == 5 and cache.shape[1] == 1
+        if cache.dim() not in (4, 5) or (cache.shape[1] != 2 and not shared):
             fail(
                 ShapeError,
                 where,
@@ -25,7 +27,7 @@ def paged(where: str, cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor
                 "[pages, 2, ...] of 5 dimensions, or of 4 for page size 1",
                 "pass such a tensor, or the pair (k_cache, v_cache)",
             )
-        k, v = cache[:, 0], cache[:, 1]
+        k, v = cache[:, 0], cache[:, 0 if shared else 1]
     elif isinstance(cache, tuple | list):
         if len(cache) != 2:
             fail(ShapeError, where, f"the KV cache has {len(cache)} parts", "2, keys and values", "pass a pair")

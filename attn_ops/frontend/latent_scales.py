@@ -34,12 +34,22 @@ def check_scales(
         fail(OptionError, where, "kpe_scale is None for an FP8 cache", "a number", f"pass it, {unscaled}")
 
 
-def scaled_by_ratio(q_pe: Tensor, kv_dtype: torch.dtype, ckv_scale: float | None, kpe_scale: float | None) -> Tensor:
-    """``q_pe`` times ``kpe_scale / ckv_scale``, as all logits are multiplied by ``ckv_scale``. None is 1."""
+def scaled_query(
+    q_nope: Tensor, q_pe: Tensor, kv_dtype: torch.dtype, ckv_scale: float | None, kpe_scale: float | None
+) -> tuple[Tensor, Tensor, dict[str, float | None]]:
+    """Both parts of the query, of which one takes up the ratio of the scales, and the factor of the logits.
+
+    That factor is the larger scale, so that no part of the query grows: float16 would overflow. None is 1.
+    """
     ckv, kpe = (1.0 if scale is None else scale for scale in (ckv_scale, kpe_scale))
-    if kpe == ckv or ckv == 0:  # a ckv_scale of 0 is refused with the other factors of the logits
-        return q_pe
-    return q_pe.to(computed_dtype(q_pe.dtype, kv_dtype)) * (kpe / ckv)
+    by_ckv = {"ckv_scale": ckv_scale}
+    if kpe == ckv or ckv <= 0:  # such a ckv_scale is refused with the other factors of the logits
+        return q_nope, q_pe, by_ckv
+    q_pe = q_pe.to(computed_dtype(q_pe.dtype, kv_dtype))
+    if abs(kpe) < ckv:
+        return q_nope, q_pe * (kpe / ckv), by_ckv
+    q_nope = q_nope.to(computed_dtype(q_nope.dtype, kv_dtype)) * (ckv / abs(kpe))
+    return q_nope, q_pe if kpe > 0 else -q_pe, {"kpe_scale": abs(kpe)}
 
 
 class GroupScales(NamedTuple):

@@ -126,10 +126,14 @@ class PlannedBatch:
                 _check_dtype(where, name, t, self.dtypes.q)
 
     def check_tensors(self, call: AttentionCall) -> None:
-        """Dtypes and layout of the call's tensors are as planned."""
+        """Dtypes and layout of the call's tensors are as planned.
+
+        The query of MLA, which its scales may have converted, has passed :meth:`check_query_dtypes`.
+        """
         where, (q, *_, k, v) = call.where, call.tensors
         if self.dtypes is not None:
-            dtypes = self.dtypes.q, self.dtypes.kv, self.dtypes.kv
+            q_dtype = q.dtype if call.op == "batch_mla" else self.dtypes.q
+            dtypes = q_dtype, self.dtypes.kv, self.dtypes.kv
             for name, t, dtype in zip(TENSOR_NAMES.get(call.op, PAGED_TENSOR_NAMES), (q, k, v), dtypes, strict=True):
                 _check_dtype(where, name, t, dtype)
         if self.spec.paged and v.dim() == 4:
@@ -159,11 +163,12 @@ class PlannedBatch:
 class RowsOfCall(NamedTuple):
     """The plan source of a call with ``rows`` query rows per request, over a batch that is planned with one of each.
 
-    The rows are the last tokens of their request, causal among themselves. The call plans them.
+    The rows are the last tokens of their request, among themselves ``causal`` or not. The call plans them.
     """
 
     planned: PlannedBatch
     rows: int
+    causal: bool
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -183,8 +188,8 @@ class RowsOfCall(NamedTuple):
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
         plan, spec = self.planned.plan, self.planned.spec
         assert isinstance(plan, DecodePlan)
-        spec = spec._replace(decode=False, causal=True, window_left=options.window_left, rows=self.rows)
-        return with_workspace(with_rows(plan, spec, self.batch, self.rows)), options._replace(causal=True)
+        spec = spec._replace(decode=False, causal=self.causal, window_left=options.window_left, rows=self.rows)
+        return with_workspace(with_rows(plan, spec, self.batch, self.rows)), options._replace(causal=self.causal)
 
 
 def _check_dtype(where: str, name: str, t: Tensor, planned: torch.dtype) -> None:

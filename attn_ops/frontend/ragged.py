@@ -18,6 +18,7 @@ from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import ForwardWithLse
+from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import PageTable
 from attn_ops.typed import typed
 
@@ -164,7 +165,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
     ) -> AttentionCall:
         per_output = {"v_scale": v_scale, "o_scale": reciprocal(where, "o_scale", o_scale)}
         scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, per_output)
-        return self._call(where, tensors, output, scales, **changes)
+        q, k, v = tensors
+        if v.dtype in FP8 and k.dtype not in FP8:
+            v = v.to(k.dtype)
+        return self._call(where, (q, k, v), output, scales, **changes)
 
     @typed
     @prepared
@@ -192,7 +196,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
 
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
-            k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND.
+            k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND. FP8 values
+                of other keys are converted to the dtype of these, in memory of their own.
             o_scale: the output is divided by it, before it is rounded.
 
         The other arguments are those of the paged wrapper's run().

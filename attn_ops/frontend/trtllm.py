@@ -68,7 +68,7 @@ def _pages(
 
     ``seq_lens`` None: which tokens are in the pages is not known.
     """
-    caches = paged(where, kv_cache, layout(where, kv_layout))
+    caches = paged(where, kv_cache, layout(where, kv_layout), may_be_shared=True)
     if shared_pages:
         return caches, block_table(where, "block_tables", block_tables, device)
     copies, table = with_one_table(where, caches, block_tables, device)
@@ -143,7 +143,7 @@ class _Decode(NamedTuple):
         """With a table and lengths of each KV head, which become requests of their own."""
         where, query, output = self.where, self.query, self.output
         ranked(where, "query", query, QUERY_DIMS)
-        caches = paged(where, self.kv_cache, layout(where, self.kv_layout))
+        caches = paged(where, self.kv_cache, layout(where, self.kv_layout), may_be_shared=True)
         tables = HeadTables.of(where, caches, self.block_tables, self.kv_layout, query.device)
         if query.shape[1] % tables.num_kv_heads:
             expected = f"a multiple of the {tables.num_kv_heads} KV heads"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from attn_ops.eager.interposition import is_recorded
 from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
 
@@ -17,7 +18,7 @@ INT32_MAX = torch.iinfo(torch.int32).max
 
 def real(t: Tensor) -> bool:
     """Whether ``t`` has contents: it is not traced and not fake."""
-    return not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
+    return not torch.compiler.is_compiling() and not isinstance(t, FakeTensor) and not is_recorded()
 
 
 def seen(t: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -168,6 +169,12 @@ class PlannerBase:
     state: DecodePlan | PrefillPlan
     workspace: Tensor
     _prepared: tuple[PreparedCalls, int] | None
+
+    def __copy__(self) -> PlannerBase:
+        """A planner with a plan and a workspace of its own."""
+        other = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), {id(self.context): self.context}))
+        return other
 
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None, of_rank: PlanProblem) -> None:
         """Hold the plan and ``workspace``, or a new one, which is for the heads of ``of_rank``."""

@@ -304,7 +304,8 @@ def plan_prefill(
     _copy_page_table(p, kv_indptr, kv_indices, kv_len)
     # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.
     max_rows = (p.work.shape[0] - p.kv_len.shape[0] - 2 * p.split_tiles.shape[0]) * problem.tile_rows
-    qo_indptr = qo_indptr.clamp(0, max_rows)
+    # By a sum: Inductor of PyTorch 2.13 fails on the clamp of an arange, which the caller's offsets may be.
+    qo_indptr = torch.cat((qo_indptr[:1], qo_indptr.diff())).cumsum(0, dtype=qo_indptr.dtype).clamp(0, max_rows)
     p.qo_indptr.copy_(_pad(qo_indptr, p.qo_indptr.shape[0], qo_indptr[-1:]))
 
     capacity = p.work.shape[0]

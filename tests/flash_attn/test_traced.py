@@ -11,7 +11,9 @@ from helpers.flash_requests import dense, expected
 from helpers.tracing import CallModule, GraphRecorder
 from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from attn_ops.errors import UnsupportedError
 from attn_ops.flash_attn import (
     SchedulerMetadata,
     flash_attn_func,
@@ -299,3 +301,40 @@ def test_compiled_by_inductor() -> None:
     compiled = torch.compile(form.call, fullgraph=True)
     for tensors in form.batches:
         same(compiled(*copies(tensors)), form.call(*copies(tensors)))
+
+
+def test_offsets_that_the_graph_computes() -> None:
+    """By ``torch.arange``, whose clamp Inductor of PyTorch 2.13 does not compile."""
+    q, k, v = dense(3, 4, 4)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        offsets = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+        return flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), offsets, offsets, 4, 4)
+
+    expected(list(zip(q, k, v, strict=True))).check(torch.compile(call, fullgraph=True)(q, k, v))
+
+
+def test_a_program_whose_dimensions_are_all_automatic() -> None:
+    """It has the head dims of the example, as a strict export has."""
+    auto = dict.fromkeys(range(4), torch.export.Dim.AUTO)
+    module = CallModule(lambda q, k, v: flash_attn_func(q, k, v, causal=True))
+    program = torch.export.export(module, dense(2, 5, 5), dynamic_shapes={"tensors": (auto,) * 3}, strict=False)
+    q, k, v = dense(3, 7, 7)
+    expected(list(zip(q, k, v, strict=True)), causal=True).check(program.module()(q, k, v).flatten(0, 1))
+
+
+def test_lengths_on_the_host_are_not_read_where_make_fx_records() -> None:
+    r = Requests((3, 2), (3, 2))
+    tensors = r.q, *r.ragged(), r.qo_indptr.cpu(), r.kv_indptr.cpu()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 3, s_aux=r.sinks)
+
+    recorded = make_fx(call)(*tensors)
+    r.expected(sinks=True).check(recorded(*tensors))
+
+
+def test_torch_jit_trace_is_refused() -> None:
+    message = r"^flash_attn_func: a call in torch\.jit\.trace, which is not supported"
+    with pytest.raises(UnsupportedError, match=message):
+        torch.jit.trace(lambda q, k, v: flash_attn_func(q, k, v), dense(2, 5, 5))

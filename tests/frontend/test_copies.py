@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -88,3 +89,31 @@ def test_no_copy_in_cuda_graph_mode() -> None:
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), indptr, indices, last)
     with pytest.raises(UnsupportedError, match=r"CUDA-graph mode is not supported; .* buffers of its own"):
         copy.copy(wrapper)
+
+
+def test_a_planned_wrapper_is_saved_by_torch() -> None:
+    r, other = Requests((37, 5, 130)), Requests((2, 60, 9), seed=1)
+    wrapper, file = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()), io.BytesIO()
+    wrapper.plan(*r.table, *r.sizes)
+    torch.save(wrapper, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    r.expected().check(loaded.run(r.q, r.cache()))
+    loaded.plan(*other.table, *other.sizes)
+    other.expected().check(loaded.run(other.q, other.cache()))
+    r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+def test_a_copy_of_a_planner_has_a_plan_of_its_own(duplicate: str) -> None:
+    r, other = Requests((37, 5, 130)), Requests((2, 60, 9), seed=1)
+    heads, kv_heads, dim, page_size = r.sizes
+    sizes: dict[str, Any] = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "page_size": page_size}
+    planner = flashinfer.DecodePlanner(3, 40, device=DEVICE, **sizes)
+    kept = [t.clone() for t in planner.plan(*r.table)]
+    copied = DUPLICATES[duplicate](planner)
+    assert all(map(torch.equal, copied.state, kept))
+    copied.plan(*other.table)
+    assert all(map(torch.equal, planner.state, kept))
+    assert not torch.equal(copied.state.kv_len, planner.state.kv_len)
+    assert copied.workspace is not planner.workspace

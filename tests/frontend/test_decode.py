@@ -184,6 +184,13 @@ def test_run_may_name_the_query_rows_per_request(
     r.expected(causal=True, **meaning).rows(slice(2, None, 3)).check(out, lse)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_rows_of_run_are_causal_as_plan_says(is_causal: bool) -> None:
+    r = Requests(kv_lens=(37, 3, 130), qo_lens=(3,) * 3)
+    out, lse = planned(r, is_causal=is_causal).run(r.q, r.cache(), return_lse=True, q_len_per_req=3)
+    r.expected(causal=is_causal).check(out, lse)
+
+
 def test_run_may_name_the_rows_of_an_empty_batch() -> None:
     r, wrapper = Requests(), flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
     none = torch.zeros(0, dtype=torch.int32, device=DEVICE)

@@ -45,6 +45,28 @@ def test_mla_of_ragged_rows_and_natural_lse() -> None:
     m.expected(sm_scale=0.1, causal=True).check(out, ln(lse))
 
 
+def test_buffers_of_the_dimensions_of_the_query() -> None:
+    """An LSE of requests and rows, and of the other name an output without rows."""
+    m, lse = Latents(EVEN), torch.empty(3, 2, 3, device=DEVICE)
+    out, got = call(m, m.q.view(3, 2, 3, 80), m.cache, bmm1_scale=0.1, lse=lse, return_lse=True)
+    assert got is lse
+    m.expected(sm_scale=0.1, causal=True).check(out.flatten(0, 1), lse.flatten(0, 1))
+    call(m, m.q.view(3, 2, 3, 80), m.cache, bmm1_scale=0.1, lse=lse.zero_())
+    m.expected(sm_scale=0.1, causal=True).check(out.flatten(0, 1), lse.flatten(0, 1))
+    with pytest.raises(ShapeError, match=r"lse is \[3, 1, 3\]; expected \[6, 3\]"):
+        call(m, m.q.view(3, 2, 3, 80), m.cache, lse=lse[:, :1])
+
+    m = Latents(((1, 40), (1, 0), (1, 20)))
+    flat = torch.empty(3, 3, 64, dtype=m.q.dtype, device=DEVICE)
+    tables = (128, *m.dims, m.block_tables, m.table[2], 130)
+    for buffer in (flat, flat[:, None]):
+        got = flashinfer.xqa_batch_decode_with_kv_cache_mla(
+            m.q[:, None], m.cache, workspace(), *tables, bmm1_scale=0.1, out=buffer
+        )
+        assert got is buffer
+        m.expected(sm_scale=0.1).check(flat)
+
+
 def test_mla_of_two_tables() -> None:
     """Of keys and of values, which are one latent."""
     m = Latents(EVEN)
@@ -108,3 +130,11 @@ def test_bad_input() -> None:
         call(m, query, m.cache, uses_shared_paged_kv_idx=False)
     with pytest.raises(ArgumentError, match="seq_lens is missing"):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(query, m.cache, workspace(), *tables)
+
+
+def test_fp8_values_of_other_keys_in_a_wrapper() -> None:
+    r = Requests((70, 3, 130), (5, 3, 40), dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    k, v = r.ragged()
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], causal=True, q_data_type=torch.bfloat16)
+    r.expected(v_scale=2.0, causal=True).check(wrapper.run(r.q, k.bfloat16(), v, v_scale=2.0))

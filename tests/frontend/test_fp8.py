@@ -384,6 +384,18 @@ def test_fp8_output_of_mla(q_dtype: torch.dtype) -> None:
         planned_mla(m, q_dtype, output_scale="row")
 
 
+@pytest.mark.parametrize("scales", [(0.01, 3.0), (0.5, -2.0), (2.0, -0.5)], ids=str)
+@pytest.mark.parametrize("q_dtype", [F16, BF16, E4M3])
+def test_scales_of_mla_that_are_far_apart(q_dtype: torch.dtype, scales: tuple[float, float]) -> None:
+    """No part of the query overflows float16, in which an FP8 query is multiplied too."""
+    m, (ckv_scale, kpe_scale) = Latents(dtype=q_dtype, kv_dtype=E4M3), scales
+    m.q = (m.q.float() * 100).to(q_dtype)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(m.qo_indptr, *m.table, 3, *m.dims, m.page_size, False, 1e-3, q_dtype, m.cache.dtype)
+    out = wrapper.run(*m.split(m.q), *m.split(m.cache), ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+    check(out, m.expected(ckv_scale, kpe_scale, sm_scale=1e-3), dtype=BF16 if q_dtype == E4M3 else q_dtype)
+
+
 def test_fp8_query_of_mla_gives_bfloat16() -> None:
     m = Latents(dtype=E4M3, kv_dtype=E4M3)
     out = planned_mla(m, E4M3).run(*m.split(m.q), *m.split(m.cache), ckv_scale=0.5, kpe_scale=0.5)

@@ -15,6 +15,7 @@ NO_EFFECT_HERE: dict[str, str] = {
     "mla.plan.use_sinks": "run() honours sinks wherever they are given",
     "pod.run.causal_d": _ONE_ROW,
     "decode.plan.is_causal": _ONE_ROW,
+    **dict.fromkeys((f"cudnn decode.call.batch_offsets_{x}" for x in "kv"), "block_tables says where pages are"),
     "trtllm decode.call.o_scale": _DIVIDED,
     "xqa decode.call.o_scale": _DIVIDED,
     "shared prefix, prefill.forward.rope_scale": _NO_ROTATION,
