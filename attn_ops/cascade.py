@@ -221,9 +221,6 @@ class MultiLevelCascadeAttentionWrapper(WrapperGroup):
 
     forward = run
 
-    def end_forward(self) -> None:
-        """Nothing to do: a plan needs no end."""
-
 
 def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) -> None:
     for name, array in arrays.items():
@@ -276,9 +273,6 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
         return merge_state(*shared, *self._unique.run(q, unique_kv_cache, return_lse=True))[0]
 
     run = forward
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan needs no end."""
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
@@ -347,6 +341,3 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
         return merge_state(*shared, *unique)[0]
 
     run = forward
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan needs no end."""

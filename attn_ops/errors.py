@@ -100,6 +100,14 @@ def fail(error: type[AttnOpsError], where: str, what: str, expected: str, fix: s
     raise error(f"{where}: {what}; expected {expected}; {fix}")
 
 
+def unsupported(where: str, what: str, reason: str) -> NoReturn:
+    """Raise an UnsupportedError with the message ``"{where}: {what}, which is not supported: {reason}"``.
+
+    ``reason`` says why, or what to do instead.
+    """
+    raise UnsupportedError(f"{where}: {what}, which is not supported: {reason}")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as messages name it, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")

@@ -191,9 +191,6 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
         )
         return prefill, decode.execute()
 
-    def end_forward(self) -> None:
-        """Nothing to do: a plan needs no end."""
-
 
 class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
     """A batch of prefills beside a batch of decodes, both over paged caches."""
@@ -296,6 +293,3 @@ class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
             self._decode._paged_call(f"{where} (_d)", q_d, paged_kv_cache_d, output, **scales),
         )
         return calls[0].execute(), calls[1].execute()
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan needs no end."""

@@ -27,9 +27,9 @@ from attn_ops.errors import (
     DTypeError,
     OptionError,
     ShapeError,
-    UnsupportedError,
     dtype_name,
     fail,
+    unsupported,
 )
 from attn_ops.policy import NO_EFFECT, UNSUPPORTED
 from attn_ops.symbolic_sizes import overlapping_dim
@@ -338,9 +338,7 @@ def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
 def _refuse_type(where: str, wrong: _Argument) -> None:
     name, value, annotation = wrong
     if isinstance(value, Tensor) and value.dim() == 0 and torch.jit.is_tracing():
-        raise UnsupportedError(
-            f"{where}: a call in torch.jit.trace, which is not supported: sizes are tensors there; use torch.export"
-        )
+        unsupported(where, "a call in torch.jit.trace", "sizes are tensors there; use torch.export")
     expected = _describe(annotation)
     fix = f"pass {expected.partition(' or ')[0] if annotation is not bool else expected}"
     if value is None:

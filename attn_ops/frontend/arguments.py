@@ -20,6 +20,7 @@ from attn_ops.errors import (
     dtype_name,
     fail,
     shape_of,
+    unsupported,
 )
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
@@ -184,15 +185,14 @@ def refuse(where: str, policy: Policy = FLASHINFER, /, **arguments: Any) -> None
         # By ==: Dynamo does not find a traced float in a tuple by `in`.
         if isinstance(value, Tensor) or not any(value == none for none in neutral):
             shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
-            raise UnsupportedError(f"{where}: {name} is {shown}, which is not supported: {reason}")
+            unsupported(where, f"{name} is {shown}", reason)
 
 
 def refuse_with(where: str, other: str, reason: str, /, **arguments: Any) -> None:
     """Raise for an argument that a call with ``other`` does not take; None is left out."""
     for name, value in arguments.items():
         if value is not None:
-            what = f"{name} is given with {other}, which is not supported"
-            raise UnsupportedError(f"{where}: {what}: {reason}; leave out {name}")
+            unsupported(where, f"{name} is given with {other}", f"{reason}; leave out {name}")
 
 
 def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") -> Tensor | None:

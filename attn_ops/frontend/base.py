@@ -400,6 +400,9 @@ class WrapperGroup:
         own = {name: copy.copy(x) for name, x in attributes if isinstance(x, Wrapper)}
         return _with_attributes(self, own | {n: list(map(copy.copy, x)) for n, x in attributes if isinstance(x, list)})
 
+    def end_forward(self) -> None:
+        """Nothing to do: a plan needs no end. Kept for callers of FlashInfer's 0.1 interface."""
+
 
 def reset_workspaces(where: str, buffer: Tensor, *wrappers: Wrapper) -> None:
     """Let ``wrappers`` use ``buffer`` in the place of their workspace, once all of them have checked it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, UnsupportedError, fail, shape_of
+from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, fail, shape_of, unsupported
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked, refuse, required
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
@@ -126,10 +126,8 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         refuse(where, block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
         for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is not None:
-                raise UnsupportedError(
-                    f"{where}: {name} is given, which is not supported: scales are per tensor or head; "
-                    "pass scale_q, scale_k and scale_v to run()"
-                )
+                reason = "scales are per tensor or head; pass scale_q, scale_k and scale_v to run()"
+                unsupported(where, f"{name} is given", reason)
         required(where, indptr=indptr, indices=indices)
         assert indptr is not None
         assert indices is not None

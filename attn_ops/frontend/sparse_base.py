@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError, UnsupportedError, dtype_name, fail
+from attn_ops.errors import ShapeError, UnsupportedError, dtype_name, fail, unsupported
 from attn_ops.frontend.arguments import DTypes, ranked
 from attn_ops.frontend.base import Wrapper
 from attn_ops.frontend.planned_batch import Batch
@@ -103,9 +103,11 @@ class SparseWrapper(RunWithLse, Wrapper):
 
 def check_encoding(where: str, options: AttentionOptions, *tensors: Tensor) -> None:
     if options.pos_encoding == "ALIBI":
-        raise UnsupportedError(
-            f"{where}: pos_encoding_mode is 'ALIBI', which is not supported: its bias needs the positions of keys in "
-            "the matrix; use NONE or ROPE_LLAMA, or a prefill wrapper with a custom_mask"
+        unsupported(
+            where,
+            "pos_encoding_mode is 'ALIBI'",
+            "its bias needs the positions of keys in the matrix; use NONE or ROPE_LLAMA, or a prefill wrapper with a "
+            "custom_mask",
         )
     if options.pos_encoding == "ROPE_LLAMA":
         for name, t in zip(("q", "k"), tensors, strict=False):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import UnsupportedError
+from attn_ops.errors import unsupported
 from attn_ops.frontend.shared_plans import SharedPlans, active_blocks
 
 WHERE = "attn_implementation='attn_ops'"
@@ -205,9 +205,10 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
     unbounded = local_size is None and any(name.startswith("sliding_window") for name in names)
     if use_vmap or chunked or unbounded or names - _MASKS:
         other = ", ".join(sorted(names - _MASKS)) or "a function of the model's own"
-        raise UnsupportedError(
-            f"{WHERE}: the mask is made by {other}, which is not supported: masks are causal or bidirectional, with a "
-            "sliding window; use attn_implementation='sdpa' for this model"
+        unsupported(
+            WHERE,
+            f"the mask is made by {other}",
+            "masks are causal or bidirectional, with a sliding window; use attn_implementation='sdpa' for this model",
         )
     return names
 
@@ -218,9 +219,10 @@ def _refuse_readers(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False) and config.model_type in _READERS:
         readers.append(config.model_type)
     if readers:
-        raise UnsupportedError(
-            f"{WHERE}: {readers[0]} reads the attention mask in the model's own code, which is not supported; use "
-            "attn_implementation='eager' for this model"
+        unsupported(
+            WHERE,
+            f"{readers[0]} reads the attention mask in the model's own code",
+            "use attn_implementation='eager' for this model",
         )
 
 
@@ -264,9 +266,10 @@ def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: i
     if not is_traced():
         complete, hidden = torch.stack((whole, (count < end).any())).tolist()
         if not complete:
-            raise UnsupportedError(
-                f"{WHERE}: attention_mask hides tokens between or after those that it shows, which is not supported; "
-                "pad on the left (padding_side='left')"
+            unsupported(
+                WHERE,
+                "attention_mask hides tokens between or after those that it shows",
+                "pad on the left (padding_side='left')",
             )
     else:
         torch._assert_async(

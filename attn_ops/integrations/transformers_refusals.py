@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, GradientError, UnsupportedError, fail, shape_of
+from attn_ops.errors import ArgumentError, GradientError, fail, shape_of, unsupported
 from attn_ops.integrations.transformers_masks import WHERE
 
 REFUSED = {
@@ -28,7 +28,7 @@ def refuse(arguments: dict[str, Any], *tensors: Tensor) -> None:
         given = arguments.get(name)
         if given is not None and (isinstance(given, Tensor) or given):
             shown = "given" if isinstance(given, Tensor) else f"{given!r}"
-            raise UnsupportedError(f"{WHERE}: {name} is {shown}, which is not supported: {instead}")
+            unsupported(WHERE, f"{name} is {shown}", instead)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         fail(
             GradientError,
@@ -50,7 +50,8 @@ def refuse_mask(mask: Any) -> NoReturn:
             "register both functions, with attn_ops.integrations.transformers.register()",
         )
     shown = f"{shape_of(mask)}, {mask.dtype}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
-    raise UnsupportedError(
-        f"{WHERE}: attention_mask is {shown}, which is not supported: pass a mask [batch, tokens] of ones after zeros, "
-        "or use attn_implementation='sdpa' for masks of other forms"
+    unsupported(
+        WHERE,
+        f"attention_mask is {shown}",
+        "pass a mask [batch, tokens] of ones after zeros, or use attn_implementation='sdpa' for masks of other forms",
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, ShapeError, UnsupportedError, fail, shape_of
+from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of, unsupported
 from attn_ops.frontend.arguments import ranked, required
 from attn_ops.frontend.flash.calls import DENSE, VARLEN
 from attn_ops.ops.options import AttentionOptions
@@ -63,9 +63,10 @@ def check_latent(
     if qv is None:
         return
     if options.window_right >= 0:
-        raise UnsupportedError(
-            f"{where}: window_size has a right side of {options.window_right} with qv, which is not supported: MLA has "
-            "no window on the right; pass causal=True or a right side of -1"
+        unsupported(
+            where,
+            f"window_size has a right side of {options.window_right} with qv",
+            "MLA has no window on the right; pass causal=True or a right side of -1",
         )
     if qv.shape[:-1] != q.shape[:-1]:
         fail(ShapeError, where, f"qv is {shape_of(qv)}", f"{shape_of(q.shape[:-1])} and head_dim_v, as q", "correct it")
