@@ -8,8 +8,9 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, DeviceError, PageTableError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
-from attn_ops.plan.page_table import INT32_MAX, index, seen
+from attn_ops.plan.page_table import index, seen
 from attn_ops.plan.page_table_checks import check_indptr
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.typed import check_no_overlap, integers, typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]

@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from attn_ops.distributed.merge_one_shot import ContextExchange
-from attn_ops.errors import DeviceError, DTypeError, PlanError, RankError, ShapeError, fail
+from attn_ops.errors import DeviceError, DTypeError, PlanError, RankError, ShapeError, dtype_name, fail
 from attn_ops.ops.options import FLOATS, LOG2E
 from attn_ops.plan.context import context_group
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
@@ -94,10 +94,16 @@ def _check(
 ) -> None:
     where = "merge_context"
     if out.dtype not in FLOATS:
-        fail(DTypeError, where, f"out is {out.dtype}", "float16, bfloat16 or float32", "call attention for one of them")
+        fail(
+            DTypeError,
+            where,
+            f"out is {dtype_name(out.dtype)}",
+            "float16, bfloat16 or float32",
+            "call attention for one of them",
+        )
     for name, t in (("lse", lse), ("sinks", sinks)):
         if t is not None and t.dtype != torch.float32:
-            fail(DTypeError, where, f"{name} is {t.dtype}", "torch.float32", "convert it")
+            fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "float32", "convert it")
     state, state_lse = (None, None) if replicated is None else replicated
     others = {"lse": lse, "sinks": sinks, "the out of replicated": state, "the lse of replicated": state_lse}
     for name, t in others.items():

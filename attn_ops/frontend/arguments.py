@@ -24,7 +24,8 @@ from attn_ops.errors import (
 )
 from attn_ops.ops.backends import BACKENDS
 from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, AttentionOptions, bounded
-from attn_ops.plan.page_table import INT32_MAX, seen
+from attn_ops.plan.page_table import seen
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.policy import FLASHINFER, Policy
 from attn_ops.typed import integers
 

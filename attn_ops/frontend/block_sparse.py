@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
-from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, fail, shape_of, unsupported
+from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, dtype_name, fail, shape_of, unsupported
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked, refuse, required
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
@@ -41,7 +41,7 @@ def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     where = "convert_bsr_mask_layout"
     ranked(where, "mask", mask, "[blocks, R, C]")
     if mask.dtype != torch.bool:
-        fail(DTypeError, where, f"mask is {mask.dtype}", "torch.bool", "convert it")
+        fail(DTypeError, where, f"mask is {dtype_name(mask.dtype)}", "bool", "convert it")
     indptr = index(where, "indptr", indptr)
     check_indptr("indptr", indptr, where)
     if int(indptr[-1]) != mask.shape[0]:

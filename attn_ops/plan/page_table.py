@@ -12,9 +12,6 @@ from attn_ops.eager.interposition import is_recorded
 from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
 
-INT32_MAX = torch.iinfo(torch.int32).max
-"""The largest length, position or page number."""
-
 
 def real(t: Tensor) -> bool:
     """Whether ``t`` has contents: it is not traced and not fake."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import CapacityError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
-from attn_ops.plan.state import PlanProblem
+from attn_ops.plan.state import INT32_MAX, PlanProblem
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 """dtypes of page tables and lengths."""
@@ -131,7 +131,7 @@ def check_pages(
 def check_indices(kv_indices: Tensor, cache_pages: int | None, where: str = "plan") -> None:
     """Page numbers in use are pages of the cache; if its size is not known, they are not negative."""
     listed = kv_indices.cpu().long()
-    bound = torch.iinfo(torch.int32).max if cache_pages is None else cache_pages
+    bound = INT32_MAX if cache_pages is None else cache_pages
     least, most = listed.aminmax() if listed.numel() else (0, 0)
     if least < 0 or most >= bound:
         i = int(((listed < 0) | (listed >= bound)).int().argmax())

@@ -11,8 +11,8 @@ from typing import NamedTuple, NoReturn
 from torch import Tensor
 
 from attn_ops.errors import CapacityError, OptionError, PlanError, ShapeError, fail
-from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.state import (
+    INT32_MAX,
     KV_BLOCK,
     WORK_FIELDS,
     DecodePlan,

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+INT32_MAX = torch.iinfo(torch.int32).max
+"""The largest length, position or page number."""
+
 KV_BLOCK = 64
 """KV tokens in a KV block, the granularity of scheduling: every split point is a multiple of it."""
 

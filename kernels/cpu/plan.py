@@ -15,8 +15,7 @@ from attn_ops.kernels import reference
 from torch import Tensor
 
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.page_table import INT32_MAX
-from attn_ops.plan.state import LENGTH_BUCKETS, DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.plan.state import INT32_MAX, LENGTH_BUCKETS, DecodePlan, PlanProblem, PrefillPlan
 
 MAX_NUMBERS = 1024
 """Entries of a table, or work items of a plan, that are read and written one by one."""

@@ -36,6 +36,7 @@ from attn_ops.plan.state import (
     BLOCK_COST,
     COMBINE_COST,
     IMBALANCE_DENOM,
+    INT32_MAX,
     ITEM_COST,
     KV_BLOCK,
     LENGTH_BUCKETS,
@@ -280,7 +281,7 @@ def split_lengths(
     time = time + torch.where(slots > 0, COMBINE_COST + ctas * slots, 0)
     time = torch.where(slots <= max_splits, time, MAX_COST) * SPLIT_CANDIDATES + j
     best = candidates.gather(0, time.amin(0, keepdim=True) % SPLIT_CANDIDATES)  # an index would be copied to the host
-    return torch.where(divided, best, torch.iinfo(torch.int32).max)
+    return torch.where(divided, best, INT32_MAX)
 
 
 def plan_prefill(
@@ -299,7 +300,7 @@ def plan_prefill(
         kv_indptr,
         kv_last_page_len,
         problem.page_size,
-        p.kv_indices.shape[0] if paged else torch.iinfo(torch.int32).max,
+        p.kv_indices.shape[0] if paged else INT32_MAX,
     )
     _copy_page_table(p, kv_indptr, kv_indices, kv_len)
     # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.

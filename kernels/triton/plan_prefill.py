@@ -7,7 +7,6 @@ up to seven times, at most :data:`MAX_TILES` at a time.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
@@ -32,7 +31,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attn_ops.plan.sizing import ctas_of_tile, planned_cluster_splits, tiles_per_wave
-from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan
+from attn_ops.plan.state import INT32_MAX, KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import statically_known_true
 
 MIN_TILES, MAX_TILES = 32, 256
@@ -234,7 +233,7 @@ def plan_prefill(
         batch=kv_indptr.shape[0] - 1,
         num_indices=num_indices,
         max_batch=max_batch,
-        max_pages=max_pages or torch.iinfo(torch.int32).max,
+        max_pages=max_pages or INT32_MAX,
         max_items=p.work.shape[0],
         max_split_tiles=p.split_tiles.shape[0],
         wave=tiles_per_wave(problem, 2 * p.split_tiles.shape[0]),

@@ -13,7 +13,8 @@ from attn_ops.frontend.arguments import as_sinks, renamed
 from attn_ops.frontend.arguments import refuse as refuse_unsupported
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
-from attn_ops.plan.page_table import INT32_MAX, offsets, seen
+from attn_ops.plan.page_table import offsets, seen
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.policy import FLASH_ATTENTION
 from attn_ops.typed import check_real, flags, integers
 

@@ -32,8 +32,9 @@ from attn_ops.frontend.flash.rotary import Rotary
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.shared_plans import Found, Scheduled, shared
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import INT32_MAX, index, offsets, seen, uniform_indptr
+from attn_ops.plan.page_table import index, offsets, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.symbolic_sizes import has_static_value
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.prepared_call import OpCall
-from attn_ops.errors import DTypeError, ShapeError, fail, shape_of
+from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
@@ -124,8 +124,8 @@ def with_latents(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None)
         fail(ShapeError, where, f"qv is {shape_of(qv)}", expected, "correct it")
     for name, part, whole in (("qv", qv, q), ("v", v, k)):
         if part.dtype != whole.dtype:
-            expected = f"{whole.dtype}, as {'q' if whole is q else 'k'}"
-            fail(DTypeError, where, f"{name} is {part.dtype} with qv", expected, "convert it")
+            expected = f"{dtype_name(whole.dtype)}, as {'q' if whole is q else 'k'}"
+            fail(DTypeError, where, f"{name} is {dtype_name(part.dtype)} with qv", expected, "convert it")
     if v.shape[:-1] != k.shape[:-1]:
         fail(ShapeError, where, f"v is {shape_of(v)}", f"{shape_of([*k.shape[:-1], v.shape[-1]])}, as k", "correct it")
     return joined(torch.cat, (q, qv), -1), joined(torch.cat, (k, v), -1)

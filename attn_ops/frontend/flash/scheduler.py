@@ -13,8 +13,8 @@ from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
 from attn_ops.frontend.flash.cache_checks import check_tables, one_of
 from attn_ops.frontend.flash.metadata import SchedulerMetadata
 from attn_ops.frontend.flash.plan_spec import runs_decode, spec_of_sizes
-from attn_ops.plan.page_table import INT32_MAX
 from attn_ops.plan.plan_checks import check_groups
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.typed import integers, optional_integers, typed
 
 

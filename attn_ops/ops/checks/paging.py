@@ -10,7 +10,7 @@ from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker, caches
 from attn_ops.ops.options import FLOATS, FP8
 from attn_ops.plan.context import ContextShard
-from attn_ops.plan.page_table import INT32_MAX
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.symbolic_sizes import guard_or_false
 
 
