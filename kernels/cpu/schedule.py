@@ -29,7 +29,7 @@ MAX_PLANS = 64
 """Plans whose steps are kept. All are evicted at the limit."""
 
 
-class Sees(NamedTuple):
+class KeyBounds(NamedTuple):
     """The options that say which keys a row sees: -1 is no bound."""
 
     causal: bool
@@ -45,10 +45,10 @@ class Window(NamedTuple):
     right: int
 
     @classmethod
-    def of(cls, sees: Sees, rows: int, length: int) -> Window:
+    def of(cls, bounds: KeyBounds, rows: int, length: int) -> Window:
         every = rows + length
-        right = 0 if sees.causal else every if sees.right < 0 else sees.right
-        return cls(length, every if sees.left < 0 else sees.left, right)
+        right = 0 if bounds.causal else every if bounds.right < 0 else bounds.right
+        return cls(length, every if bounds.left < 0 else bounds.left, right)
 
     def keys(self, position: int) -> tuple[int, int]:
         """Half-open range of the keys that the row at ``position`` sees."""
@@ -111,14 +111,16 @@ class KernelCall(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def of_request(rows: int, length: int, sees: Sees) -> KernelCall | None:
+def of_request(rows: int, length: int, bounds: KeyBounds) -> KernelCall | None:
     """The kernel call of a request's rows, of which the first may see no key; None if none of them sees one."""
-    return _kernel_call(0, rows, 1, length - rows, length, sees)
+    return _kernel_call(0, rows, 1, length - rows, length, bounds)
 
 
-def _kernel_call(first: int, rows: int, requests: int, position: int, length: int, sees: Sees) -> KernelCall | None:
+def _kernel_call(
+    first: int, rows: int, requests: int, position: int, length: int, bounds: KeyBounds
+) -> KernelCall | None:
     """Of ``rows`` rows of each request from ``position`` on."""
-    window = Window.of(sees, max(0, -position) + rows, length)
+    window = Window.of(bounds, max(0, -position) + rows, length)
     without_keys = min(rows, max(0, -position - window.right))
     rows, first, position = rows - without_keys, first + without_keys, position + without_keys
     if not rows:
@@ -129,14 +131,14 @@ def _kernel_call(first: int, rows: int, requests: int, position: int, length: in
     return KernelCall(first, rows * requests, requests, begin, end, position, causal, window if masked else None)
 
 
-def _attend_together(sees: Sees, rows: int, length: int) -> bool:
+def _attend_together(bounds: KeyBounds, rows: int, length: int) -> bool:
     """Whether one call attends for several requests of ``rows`` rows and ``length`` tokens, as it needs no mask."""
-    call = of_request(rows, length, sees)
+    call = of_request(rows, length, bounds)
     return call is not None and call.rows == rows and call.window is None
 
 
 def _groups(
-    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, sees: Sees
+    rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, bounds: KeyBounds
 ) -> Iterator[range]:
     """Requests that attend together. Those without query rows or keys are left out.
 
@@ -146,7 +148,7 @@ def _groups(
     while first < len(lengths):
         end, count, length = first + 1, rows[first + 1] - rows[first], lengths[first]
         if count > 0 <= rows[first] and length > 0:
-            if count == 1 or _attend_together(sees, count, length):
+            if count == 1 or _attend_together(bounds, count, length):
                 limit = min(len(lengths), first + most_tokens // length)
                 while end < limit and rows[end + 1] == rows[end] + count <= num_rows and lengths[end] == length:
                     end += 1
@@ -189,7 +191,7 @@ class Table(NamedTuple):
         return Pages(count, index.clone(), first if in_order else None, stride)
 
 
-class Batch(NamedTuple):
+class BatchSizes(NamedTuple):
     """What plans of equal sizes and calls of equal options have in common.
 
     num_rows     of the query. A plan may have more
@@ -197,7 +199,7 @@ class Batch(NamedTuple):
     page_size    tokens of a page
     max_kv_len   the most tokens of a request
     most_tokens  the most tokens of several requests that attend together
-    sees         which keys a row sees
+    bounds       of the keys that a row sees
     """
 
     num_rows: int
@@ -205,16 +207,16 @@ class Batch(NamedTuple):
     page_size: int
     max_kv_len: int
     most_tokens: int
-    sees: Sees
+    bounds: KeyBounds
 
     @classmethod
-    def of(cls, problem: Tensor, num_rows: int, num_pages: int, sees: Sees) -> Batch:
+    def of(cls, problem: Tensor, num_rows: int, num_pages: int, bounds: KeyBounds) -> BatchSizes:
         p = PlanProblem.of(problem)
         most_tokens = MAX_ELEMENTS // (p.num_kv_heads * p.head_dim_qk)
-        return cls(num_rows, num_pages, p.page_size, p.max_kv_len, most_tokens, sees)
+        return cls(num_rows, num_pages, p.page_size, p.max_kv_len, most_tokens, bounds)
 
 
-def of_plan(plan: DecodePlan | PrefillPlan, batch: Batch) -> Iterator[KernelCall]:
+def of_plan(plan: DecodePlan | PrefillPlan, batch: BatchSizes) -> Iterator[KernelCall]:
     """The kernel calls of a plan. Rows that see no key are in none."""
     starts, kv_len, numbers = plan.kv_indptr.tolist(), plan.kv_len.tolist(), plan.kv_indices
     rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(batch.num_rows + 1)
@@ -231,7 +233,9 @@ _KEPT: dict[Hashable, tuple[object, ...]] = {}
 class Steps(Generic[T]):
     """What ``make`` makes of the kernel calls of a plan, for calls of a key. ``kind`` is the type of the plan."""
 
-    def __init__(self, kind: type[DecodePlan | PrefillPlan], batch: Batch, make: Callable[[KernelCall], T]) -> None:
+    def __init__(
+        self, kind: type[DecodePlan | PrefillPlan], batch: BatchSizes, make: Callable[[KernelCall], T]
+    ) -> None:
         self.kind, self.batch, self.make = kind, batch, make
         names = ("kv_indptr", "kv_len", *(("qo_indptr",) if kind is PrefillPlan else ()), "kv_indices")
         self.read = itemgetter(*map(kind._fields.index, names))
@@ -253,16 +257,16 @@ class Steps(Generic[T]):
 
 
 def _kernel_calls(
-    rows: Sequence[int], starts: Sequence[int], kv_len: Sequence[int], numbers: Tensor, batch: Batch
+    rows: Sequence[int], starts: Sequence[int], kv_len: Sequence[int], numbers: Tensor, batch: BatchSizes
 ) -> Iterator[KernelCall]:
     table = Table(starts, numbers, batch.page_size, batch.num_pages)
     most = min(batch.max_kv_len, numbers.shape[0] * batch.page_size or batch.max_kv_len)
     lengths = [min(length, most) for length in kv_len[: len(rows) - 1]]
-    for group in _groups(rows, lengths, batch.num_rows, batch.most_tokens, batch.sees):
+    for group in _groups(rows, lengths, batch.num_rows, batch.most_tokens, batch.bounds):
         first, count, length = rows[group.start], rows[group.start + 1] - rows[group.start], lengths[group.start]
         position = length - count
         if len(group) == 1:
             count = min(count, batch.num_rows - first)
-        call = _kernel_call(first, count, len(group), position, length, batch.sees) if count > 0 else None
+        call = _kernel_call(first, count, len(group), position, length, batch.bounds) if count > 0 else None
         if call is not None:
             yield call._replace(pages=table.pages(group, call.begin, call.end))

@@ -23,7 +23,7 @@ import torch
 from attn_ops.kernels import reference
 from attn_ops.kernels.cpu import schedule
 from attn_ops.kernels.cpu.readers import Reader, Take, View
-from attn_ops.kernels.cpu.schedule import Batch, KernelCall, Sees, Steps
+from attn_ops.kernels.cpu.schedule import BatchSizes, KernelCall, KeyBounds, Steps
 from attn_ops.kernels.reference.append import as_nhd, bits
 from attn_ops.kernels.reference.attention import saturate
 from torch import Tensor
@@ -190,7 +190,7 @@ class Form(NamedTuple):
 
     rows         of the query
     num_qo_heads of the query
-    sees         which keys a row sees
+    bounds       of the keys that a row sees
     scale        of the logits, but for that of ``kv_scale``
     dtype        of the output
     head_dim_vo  of the output. Values of MLA have more columns
@@ -203,7 +203,7 @@ class Form(NamedTuple):
 
     rows: int
     num_qo_heads: int
-    sees: Sees
+    bounds: KeyBounds
     scale: float
     dtype: torch.dtype
     head_dim_vo: int
@@ -225,13 +225,13 @@ class Form(NamedTuple):
         scale, dtype = softmax_scale(o.sm_scale, head_dim), o.out_dtype or q.dtype
         rescaled = o.sinks is not None or o.kv_scale is not None
         exact = return_lse or rescaled or not q.dtype == dtype == torch.bfloat16
-        sees = Sees(o.causal, o.window_left, o.window_right)
+        bounds = KeyBounds(o.causal, o.window_left, o.window_right)
         rows, heads = q.shape[:2]
         if shape is not None and o.sinks is None and head_dim == head_dim_vo:
             of_step, shape = shape, None
         else:
             of_step = rows, heads, -1
-        return cls(rows, heads, sees, scale, dtype, head_dim_vo, return_lse, exact, of_step, shape)
+        return cls(rows, heads, bounds, scale, dtype, head_dim_vo, return_lse, exact, of_step, shape)
 
 
 def _attend(
@@ -374,7 +374,7 @@ def _mla_step(query: View, readers: Sequence[Reader], call: KernelCall) -> Step:
 def _steps(
     plan: DecodePlan | PrefillPlan, form: Form, readers: Sequence[Reader], make: Callable[[KernelCall], Step]
 ) -> Steps[Step]:
-    batch = Batch.of(plan.problem, form.rows, readers[0].num_pages, form.sees)
+    batch = BatchSizes.of(plan.problem, form.rows, readers[0].num_pages, form.bounds)
     return Steps(type(plan), batch, make)
 
 
@@ -503,7 +503,7 @@ def single_prefill(
     length = readers[0].page_size
     if q.shape[0] == 0 or length == 0:
         return _left_to_reference
-    call = schedule.of_request(form.rows, length, form.sees)
+    call = schedule.of_request(form.rows, length, form.bounds)
     steps = () if call is None else (_step(query, readers, call),)
 
     def run(

@@ -287,7 +287,7 @@ def test_requests_of_equal_sizes_are_one_call(monkeypatch: pytest.MonkeyPatch) -
 def _first_keys(setup: Setup, cache: torch.Tensor) -> torch.Tensor:
     """What the first call of the kernel reads of ``cache``, NHD."""
     plan = setup.planner.state
-    batch = schedule.Batch.of(plan.problem, setup.q.shape[0], cache.shape[0], schedule.Sees(False, -1, -1))
+    batch = schedule.BatchSizes.of(plan.problem, setup.q.shape[0], cache.shape[0], schedule.KeyBounds(False, -1, -1))
     return readers.Reader(cache, cache, lambda t: t, 0)(next(schedule.of_plan(plan, batch)))(cache)
 
 
