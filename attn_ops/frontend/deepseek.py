@@ -11,11 +11,11 @@ from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ran
 from attn_ops.frontend.block_tables import block_table, rank_keys, uniform_rows
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import table_of_latents
-from attn_ops.frontend.kv_cache import latent
+from attn_ops.frontend.kv_cache import latent, pages_of_one
 from attn_ops.frontend.one_shot import RAGGED_DIMS, latent_call, ragged_call
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec, dtype_without_scale
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.frontend.sparse_latent import SparseTokens, one_token_pages
+from attn_ops.frontend.sparse_latent import SparseTokens
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
@@ -81,7 +81,8 @@ class _LatentDecode(NamedTuple):
         keys = rank_keys(where, *self.context, 0, batch, query.device, positioned=positioned)
         if self.sparse is not None:
             table, seq_lens = self.sparse.chosen(where, table, seq_lens, rows, query.shape[:-2], query.device)
-            ckv, kpe = one_token_pages(where, ckv), one_token_pages(where, kpe)
+            reason = "as sparse_mla_top_k counts tokens through all of them"
+            ckv, kpe = (pages_of_one(where, "kv_cache", t, reason, "pass a contiguous cache") for t in (ckv, kpe))
             rows = uniform_indptr(q_nope.shape[0], 1, query.device)
         assert seq_lens is not None
         dtype, lse = dtype_without_scale(query, self.output.out), self.output.lse

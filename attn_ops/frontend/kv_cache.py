@@ -72,3 +72,16 @@ def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Te
             "pass such a tensor, or the pair (ckv_cache, kpe_cache)",
         )
     return cache[..., :head_dim_ckv], cache[..., head_dim_ckv:]
+
+
+def has_pages_in_a_row(cache: Tensor) -> bool:
+    """Whether pages follow each other without gaps."""
+    return cache.shape[0] <= 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
+def pages_of_one(where: str, name: str, cache: Tensor, reason: str, fix: str) -> Tensor:
+    """``cache [pages, page_size, ...]`` as pages of one token, in the same memory."""
+    if cache.shape[1] != 1 and not has_pages_in_a_row(cache):
+        expected = f"pages without gaps, of {cache.shape[1] * cache.stride(1)}, {reason}"
+        fail(ShapeError, where, f"{name} has strides {list(cache.stride())}", expected, fix)
+    return cache.flatten(0, 1).unsqueeze(1)

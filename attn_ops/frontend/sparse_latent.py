@@ -100,13 +100,3 @@ class SparseTokens(NamedTuple):
             expected = f"at most sparse_mla_top_k, {self.top_k}"
             fail(PageTableError, where, f"{name} has {int(top_k_lens.max())} tokens of a row", expected, "correct it")
         return counts
-
-
-def one_token_pages(where: str, cache: Tensor) -> Tensor:
-    """``[pages * page_size, 1, head_dim]``, a view of ``cache [pages, page_size, head_dim]``."""
-    pages, page_size = cache.shape[:2]
-    if pages > 1 and page_size > 1 and cache.stride(0) != page_size * cache.stride(1):
-        what = f"kv_cache has strides {[*cache.stride()]}"
-        expected = "pages one after another, as sparse_mla_top_k counts tokens through all of them"
-        fail(ShapeError, where, what, expected, "pass a contiguous cache")
-    return cache.flatten(0, 1).unsqueeze(1)

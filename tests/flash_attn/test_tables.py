@@ -182,7 +182,7 @@ def test_left_padding_over_pages_with_gaps() -> None:
     c = DenseCache((17, 4))
     k, v = (torch.stack((t, t), 1).flatten(0, 1)[::2] for t in (c.k, c.v))
     message = "a cache has strides .*expected pages without gaps"
-    with pytest.raises(errors.UnsupportedError, match=message):
+    with pytest.raises(errors.ShapeError, match=message):
         flash_attn_with_kvcache(random(2, 1, 4, 64), k, v, cache_seqlens=4, cache_leftpad=int32(1, 2))
 
 

@@ -192,7 +192,8 @@ def test_bad_input() -> None:
     with pytest.raises(ShapeError, match=rf"^{name}: block_tables is \[6, 24\]; expected {expected}"):
         call(m, query, tokens.flatten(0, 1), lens)
     gaps = torch.cat((m.cache, m.cache), 1)[:, : m.page_size]
-    with pytest.raises(ShapeError, match=rf"^{name}: kv_cache has strides .*; expected pages one after another"):
+    expected = "pages without gaps, of .*, as sparse_mla_top_k counts tokens"
+    with pytest.raises(ShapeError, match=rf"^{name}: kv_cache has strides .*; expected {expected}"):
         call(m, query, tokens, lens, cache=gaps)
     with pytest.raises(ShapeError, match=rf"^{name}: seq_lens is \[5\]; expected \[6\], one per query row"):
         call(m, query, tokens, m.counts[:5])

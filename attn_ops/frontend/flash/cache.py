@@ -15,7 +15,7 @@ from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import OpCall
-from attn_ops.errors import ArgumentError, PageTableError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, PageTableError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, required
 from attn_ops.frontend.block_tables import block_table, check_pages, lengths, too_long
 from attn_ops.frontend.call_plans import BlockTables
@@ -29,6 +29,7 @@ from attn_ops.frontend.flash.metadata import (
     nothing_appended,
 )
 from attn_ops.frontend.flash.rotary import Rotary
+from attn_ops.frontend.kv_cache import has_pages_in_a_row, pages_of_one
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.shared_plans import Found, Scheduled, shared
 from attn_ops.ops.options import AttentionOptions
@@ -308,22 +309,9 @@ class CacheBatch(NamedTuple):
         return found._replace(replan=replan)
 
 
-def has_pages_in_a_row(cache: Tensor) -> bool:
-    """Whether pages follow each other without gaps."""
-    return cache.shape[0] <= 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)
-
-
-def pages_of_one(where: str, name: str, cache: Tensor) -> Tensor:
-    """``cache [pages, page_size, ...]`` as pages of one token, in the same memory."""
-    if not has_pages_in_a_row(cache):
-        fail(
-            UnsupportedError,
-            where,
-            f"{name} has strides {list(cache.stride())}",
-            f"pages without gaps, of {cache.shape[1] * cache.stride(1)}, for cache_leftpad or attention_chunk",
-            "pass a contiguous cache, or pages that divide attention_chunk",
-        )
-    return cache.flatten(0, 1).unsqueeze(1)
+def _token_pages(where: str, name: str, cache: Tensor) -> Tensor:
+    fix = "pass a contiguous cache, or pages that divide attention_chunk"
+    return pages_of_one(where, name, cache, "for cache_leftpad or attention_chunk", fix)
 
 
 def has_symbolic_pages(k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -345,7 +333,7 @@ def as_token_pages(
     else:
         first = lengths(where, "cache_batch_idx", rows, requests, device)
     table = first[:, None] * length + torch.arange(length, dtype=torch.int32, device=device)
-    return pages_of_one(where, "k_cache", k_cache), pages_of_one(where, "v_cache", v_cache), table
+    return _token_pages(where, "k_cache", k_cache), _token_pages(where, "v_cache", v_cache), table
 
 
 class CacheArguments(NamedTuple):
@@ -399,7 +387,7 @@ class CacheTensors(NamedTuple):
         """The caches by the pages of the plan, which may be of one token."""
         if page_size == 1 or not BatchForm.of(metadata).by_tokens:
             return self
-        k, v = (pages_of_one(where, "a cache", t) for t in self.caches)
+        k, v = (_token_pages(where, "a cache", t) for t in self.caches)
         return self._replace(caches=(k, v))
 
     @property
