@@ -57,7 +57,9 @@ KINDS = {
         16,
         {"causal": True},
     ),
+    "decode, heads of 64": Kind("batch_decode", ("decode", "combine_decode_kernel"), (64, 8), (64, 64), 16, {}),
     "mla": Kind("batch_mla", ("mla", "combine_prefill_kernel"), (128, 1), (576, 512), 64, {}),
+    "mla by tokens": Kind("batch_mla", ("mla", "combine_prefill_kernel"), (64, 1), (576, 512), 16, {}),
 }
 
 
