@@ -70,8 +70,8 @@ class DecodePlanner(PlannerBase):
         window_left: plan for a sliding window, so that keys outside of it cost no work; -1 for no window.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: CTAs that divide the work of one KV head. Default: two per SM in all, and one on Hopper for sizes that
-            ``cuda.decode`` takes. Calls that the general kernel runs over such a plan, with position encodings or a
-            float32 query, are faster with two.
+            ``cuda.decode`` takes, where a CTA has two KV heads of 64 if their number is even. Calls that the general
+            kernel runs over a plan of one per SM, with position encodings or a float32 query, are faster with two.
         context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
             plan() takes and the capacities are those of all ranks; the plan has this rank's pages.
         head_shards: ranks that the heads are divided over (:mod:`attn_ops.distributed`). The head counts are those of

@@ -113,7 +113,7 @@ FLASHINFER = Policy(
         "cp_world": ((1,), _CONTEXT),
         "cp_rank": ((0,), _CONTEXT),
         "causal_seqlens_kv_global": ((), _CONTEXT),
-        "window_right": ((0,), "whether keys after the query count is said by causal; pass causal or is_causal"),
+        "window_right": ((0,), "`causal` decides whether keys after the query count; pass causal or is_causal"),
         "kv_scale_format": (("auto",), "MLA caches are float16, bfloat16, float32 or plain FP8"),
         "metadata": ((), "give the arguments of plan() themselves"),
     },

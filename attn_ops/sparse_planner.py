@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class _SparsePlanner:
 
     def __init__(self, planner: PrefillPlanner) -> None:
         self._planner = planner
+
+    def __copy__(self) -> _SparsePlanner:
+        """A planner with a plan and a workspace of its own."""
+        return copy.deepcopy(self)
 
     @property
     def problem(self) -> PlanProblem:

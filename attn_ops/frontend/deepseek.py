@@ -236,7 +236,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     """
     where, dims = "xqa_batch_decode_with_kv_cache_mla", (kv_lora_rank, qk_rope_head_dim)
     scales = ScaleFactors.of_products(bmm1_scale, bmm2_scale)
-    without_rows = out is not None and out.dim() == 3 and query.dim() == 4 and query.shape[1] == 1
+    flat = (query.shape[0], *query.shape[2:-1], kv_lora_rank)
+    without_rows = out is not None and query.dim() == 4 and query.shape[1] == 1 and tuple(out.shape) == flat
     output = OutputSpec(out.unsqueeze(1) if without_rows else out)  # type: ignore[union-attr]
     call = _LatentDecode(where, query, kv_cache, dims, block_tables, seq_lens, output, scales, sinks)
     result: Tensor = call.execute()

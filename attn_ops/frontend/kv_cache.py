@@ -24,7 +24,7 @@ def paged(where: str, cache: PagedCache, kv_layout: str, *, may_be_shared: bool 
                 ShapeError,
                 where,
                 f"the KV cache is one tensor {shape_of(cache)}",
-                "[pages, 2, ...] of 5 dimensions, or of 4 for page size 1",
+                f"[pages, {'1 or ' if may_be_shared else ''}2, ...] of 5 dimensions, or of 4 for page size 1",
                 "pass such a tensor, or the pair (k_cache, v_cache)",
             )
         k, v = cache[:, 0], cache[:, 0 if shared else 1]

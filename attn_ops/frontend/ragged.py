@@ -196,8 +196,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
 
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
-            k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND. FP8 values
-                of other keys are converted to the dtype of these, in memory of their own.
+            k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND. If
+                ``k`` is not FP8, FP8 values are converted to its dtype, in a copy.
             o_scale: the output is divided by it, before it is rounded.
 
         The other arguments are those of the paged wrapper's run().

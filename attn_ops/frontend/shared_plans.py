@@ -199,8 +199,8 @@ class SharedKey(NamedTuple):
 class Found(NamedTuple):
     """What a call found, or made for itself alone.
 
-    by      what it was found by
-    given   how later calls on the CPU find it, if it was an argument of the call
+    by      the key of the shared plan, if it is one
+    given   makes the lookup of later calls on the CPU, if it was an argument of the call
     replan  checks and plans for other tensors in the place of those of ``by``, and keeps none
     """
 

@@ -214,7 +214,8 @@ def trtllm_batch_decode_with_kv_cache(
     Args:
         query: ``[batch * q_len_per_req, num_qo_heads, head_dim]``, or by ``cum_seq_lens_q [batch + 1]``. Several rows
             of a request are its last tokens, causal among themselves unless there is a ``mask``.
-        kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair.
+        kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair; ``[pages, 1,
+            ...]`` if the keys are the values.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
         uses_shared_paged_kv_idx: if False, ``block_tables`` is ``[batch, 2, max_pages_per_request]``: pages of keys and
             of values, which are copied in every call.

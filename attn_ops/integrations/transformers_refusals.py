@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, GradientError, fail, shape_of, unsupported
+from attn_ops.errors import ArgumentError, GradientError, dtype_name, fail, shape_of, unsupported
 from attn_ops.integrations.transformers_masks import WHERE
 
 REFUSED = {
@@ -49,7 +49,9 @@ def refuse_mask(mask: Any) -> NoReturn:
             "the result of the registered mask function, without which padding would be attended to",
             "register both functions, with attn_ops.integrations.transformers.register()",
         )
-    shown = f"{shape_of(mask)}, {mask.dtype}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
+    shown = (
+        f"{shape_of(mask)}, {dtype_name(mask.dtype)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
+    )
     unsupported(
         WHERE,
         f"attention_mask is {shown}",

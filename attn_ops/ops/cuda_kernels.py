@@ -32,7 +32,7 @@ CUDA_DECODE_PACKED_ROWS = (8, 16)
 
 CUDA_DECODE_PAGE = 16
 """Page sizes of the CUDA decode kernel are multiples of it. Others give boxes of 8 tokens, with which it is slower than
-the general kernel for FP8 caches and an odd number of heads of 64."""
+the general kernel for FP8 caches, and for 16-bit heads of 64 whose number is odd."""
 
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""

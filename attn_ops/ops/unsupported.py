@@ -246,7 +246,11 @@ def _cuda_decode_sizes(head_dims: tuple[int, int], group: int, page_size: int) -
     dim_qk, dim_vo = head_dims
     most = max(CUDA_DECODE_PACKED_ROWS)
     return [
-        (dim_qk == dim_vo and dim_qk in CUDA_DECODE_HEAD_DIMS, f"head dimensions {dim_qk} and {dim_vo} have no tile"),
+        # By ==: the dims of a program may be symbols, which have no hash.
+        (
+            dim_qk == dim_vo and any(dim_qk == dim for dim in CUDA_DECODE_HEAD_DIMS),
+            f"head dimensions {dim_qk} and {dim_vo} have no tile",
+        ),
         (page_size % CUDA_DECODE_PAGE == 0, f"pages of {page_size} tokens are not multiples of {CUDA_DECODE_PAGE}"),
         (group <= most, f"it needs at most {most} query heads per KV head"),
     ]

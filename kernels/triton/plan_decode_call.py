@@ -56,7 +56,7 @@ def plan_decode(
     *,
     seq_lens: Tensor | None = None,
 ) -> None:
-    """Above MAX_PUBLISHED_REQUESTS by tensor operations."""
+    """Fill ``plan``: by one kernel, above MAX_PUBLISHED_REQUESTS by tensor operations."""
     p = DecodePlan(*plan)
     if p.kv_len.shape[0] > MAX_PUBLISHED_REQUESTS:
         plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)

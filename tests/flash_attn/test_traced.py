@@ -21,6 +21,7 @@ from attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
+from attn_ops.plan import sizing
 
 pytestmark = pytest.mark.usefixtures("cold")
 
@@ -338,3 +339,16 @@ def test_torch_jit_trace_is_refused() -> None:
     message = r"^flash_attn_func: a call in torch\.jit\.trace, which is not supported"
     with pytest.raises(UnsupportedError, match=message):
         torch.jit.trace(lambda q, k, v: flash_attn_func(q, k, v), dense(2, 5, 5))
+
+
+def test_a_decode_program_whose_dimensions_are_all_automatic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sized for the CUDA kernel, which has its head dims: those of the program are symbols."""
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
+    q, k, v = dense(3, 1, 16)
+    auto = dict.fromkeys(range(4), torch.export.Dim.AUTO)
+    lens = torch.tensor([5, 16, 9], dtype=torch.int32, device=DEVICE)
+    module = CallModule(lambda q, k, v, lens: flash_attn_with_kvcache(q, k, v, cache_seqlens=lens))
+    shapes = {"tensors": (auto, auto, auto, {0: torch.export.Dim.AUTO})}
+    program = torch.export.export(module, (q, k, v, lens), dynamic_shapes=shapes, strict=False)
+    kept = [(a, b[:n], c[:n]) for a, b, c, n in zip(q, k, v, lens.tolist(), strict=True)]
+    expected(kept).check(program.module()(q, k, v, lens).flatten(0, 1))

@@ -555,3 +555,18 @@ def test_xqa_is_a_module_and_a_function() -> None:
 
     assert module.xqa is flashinfer.xqa
     assert flashinfer.xqa.xqa_mla is flashinfer.xqa_mla
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_keys_that_are_the_values(layout: str) -> None:
+    """A cache ``[pages, 1, ...]``."""
+    r = Requests()
+    keys = r.cache()[0]
+    if layout == "HND":
+        keys = keys.transpose(1, 2).contiguous()
+    for call in (flashinfer.trtllm_batch_decode_with_kv_cache, flashinfer.xqa_batch_decode_with_kv_cache):
+        given = workspace(), r.block_tables(), r.seq_lens, 130
+        of_pair = call(r.q, (keys, keys), *given, bmm1_scale=0.1, kv_layout=layout)
+        assert torch.equal(call(r.q, keys[:, None], *given, bmm1_scale=0.1, kv_layout=layout), of_pair)
+        with pytest.raises(errors.ShapeError, match=r"expected \[pages, 1 or 2, \.\.\.\] of 5 dimensions"):
+            call(r.q, torch.stack((keys,) * 3, 1), *given, kv_layout=layout)

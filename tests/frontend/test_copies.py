@@ -117,3 +117,15 @@ def test_a_copy_of_a_planner_has_a_plan_of_its_own(duplicate: str) -> None:
     assert all(map(torch.equal, planner.state, kept))
     assert not torch.equal(copied.state.kv_len, planner.state.kv_len)
     assert copied.workspace is not planner.workspace
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+def test_a_copy_of_a_sparse_planner_has_a_plan_of_its_own(duplicate: str) -> None:
+    sizes: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "device": DEVICE}
+    planner = flashinfer.BlockSparsePlanner(32, 64, 16, 16, max_blocks=6, **sizes)
+    indptr, indices = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((0, 2, 3), (0, 3, 1)))
+    kept = [t.clone() for t in planner.plan(indptr, indices)]
+    copied = DUPLICATES[duplicate](planner)
+    copied.plan(indptr, indices.flip(0))
+    assert all(map(torch.equal, planner.state, kept))
+    assert not all(map(torch.equal, copied.state, kept))

@@ -65,6 +65,8 @@ def test_buffers_of_the_dimensions_of_the_query() -> None:
         )
         assert got is buffer
         m.expected(sm_scale=0.1).check(flat)
+    with pytest.raises(ShapeError, match=r"out is \[2, 3, 64\]; expected \[3, 1, 3, 64\]"):
+        flashinfer.xqa_batch_decode_with_kv_cache_mla(m.q[:, None], m.cache, workspace(), *tables, out=flat[:2])
 
 
 def test_mla_of_two_tables() -> None:

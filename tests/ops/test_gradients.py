@@ -107,7 +107,7 @@ def test_no_derivatives_in_graphs(way: str) -> None:
 
 
 def test_a_tangent_of_an_output_buffer_is_refused() -> None:
-    """It would stay what it was."""
+    """The op would not update it."""
     out = torch.empty_like(R.q)
     with forward_ad.dual_level():
         dual_out = forward_ad.make_dual(out, torch.ones_like(out))
