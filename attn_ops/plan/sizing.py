@@ -129,7 +129,8 @@ def is_large_batch(
     ``head_dims`` are those of keys and values. The partial results of the splits must not take more workspace than
     those of other plans. A graph for any size has the tiles of other batches.
     """
-    if num_kv_heads == 0 or all(head_dims != dims for dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS):  # hashes no symbol
+    # By !=: the dims of a program may be symbols, which have no hash.
+    if num_kv_heads == 0 or all(head_dims != dims for dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS):
         return False
     sms = hopper_sms(device)
     if num_kv_heads * (LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS) > sms:  # also on other devices
