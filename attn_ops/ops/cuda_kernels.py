@@ -96,6 +96,7 @@ class PrefillKey(NamedTuple):
     dtype        of the query
     fp8          keys and values are of FP8
     large_batch  it has three consumers, for the query tiles of large batches
+    custom_mask  a packed custom mask says what a row sees
     """
 
     head_dim_qk: int
@@ -104,6 +105,7 @@ class PrefillKey(NamedTuple):
     dtype: torch.dtype
     fp8: bool
     large_batch: bool
+    custom_mask: bool
 
 
 def kv_loads(paged: bool, page_size: int) -> str:

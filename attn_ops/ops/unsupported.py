@@ -82,7 +82,7 @@ CPU_SDPA_OPTIONS = frozenset(
 )
 """Options that the kernel for the CPU implements; those of RoPE have no effect without ``pos_encoding``."""
 
-POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right"})
+POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right", "mask"})
 """Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
 
 UNMAPPABLE = "keys and values have no elements, several at one address, or strides too large for a tensor map"
@@ -90,9 +90,9 @@ UNJOINABLE = "keys and values have too many elements for pages and heads in one 
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
-    *("logits_soft_cap", "window_left", "window_right", "sinks", "rope_scale", "rope_theta"),
+    *("logits_soft_cap", "window_left", "window_right", "mask", "sinks", "rope_scale", "rope_theta"),
 }
-CUDA_DECODE_OPTIONS = CUDA_PREFILL_OPTIONS - {"window_right"} | {"kv_scale"}
+CUDA_DECODE_OPTIONS = CUDA_PREFILL_OPTIONS - {"window_right", "mask"} | {"kv_scale"}
 """Options that the CUDA kernels implement; those of RoPE have no effect without ``pos_encoding``."""
 
 
@@ -293,8 +293,9 @@ def _cuda_prefill(
 ) -> list[str]:
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
-    sizes = (False, True) if dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and not fp8 else (False,)
-    keys = [PrefillKey(*dims, _kv_loads(p), p.dtype, fp8, large_batch) for large_batch in sizes]
+    custom_mask = "mask" in p.options
+    sizes = (False, True) if dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and not (fp8 or custom_mask) else (False,)
+    keys = [PrefillKey(*dims, _kv_loads(p), p.dtype, fp8, large_batch, custom_mask) for large_batch in sizes]
     return _cuda(
         p,
         "prefill",
@@ -345,7 +346,7 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
         (p.kv_dtype == e4m3, f"the cache is {p.kv_dtype}, not {e4m3}"),
         *_has_prefill_maps(p),
     ]
-    options = CUDA_PREFILL_OPTIONS | {"kv_scale"}
+    options = CUDA_PREFILL_OPTIONS - {"mask"} | {"kv_scale"}
     return _cuda_prefill(p, True, checks, options, CUDA_PREFILL_FP8_HEAD_DIMS)
 
 

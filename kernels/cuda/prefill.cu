@@ -2,7 +2,8 @@
 // with FP8 keys and values one of converters.
 //
 // Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16), CONSUMERS, KV_CP_ASYNC (1 if paged keys
-// and values are copied token by token, from pages of any size) and at most one of
+// and values are copied token by token, from pages of any size), CUSTOM_MASK (1 with a packed custom mask) and at most
+// one of
 //     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
 //     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the
 //             query"
@@ -153,6 +154,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const __grid_constant__ TensorMap v,      // with HEAD_DIM_VO
 #endif
     const float* sinks,                       // [num_kv_heads * group] or null
+#if CUSTOM_MASK
+    const unsigned char* mask,                // [mask_bytes], of all requests
+    int64 mask_bytes,
+    const int* kv_len,                        // [max_batch], or null without a plan
+#endif
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM_VO]
     float* lse,                               // [rows, num_kv_heads * group] or null
     float* partial,  // [slots, tile_rows, num_kv_heads * group, HEAD_DIM_VO], then the LSE without HEAD_DIM_VO
@@ -169,7 +175,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
     int num_pages, int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
-    int q_box_rows,                           // rows of q in a box of its map, or 0
     int num_kv_heads, int group, int page_size,
 #if KV_CP_ASYNC
     int64 stride_k_page, int64 stride_k_token, int64 stride_k_head,  // elements
@@ -186,8 +191,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const float* kv_scale,                    // [2] or null
 #endif
     int tile_rows,                            // query rows of a work item
-    int unit_rows,                            // packed rows of a unit: 64, or 64 for each consumer that has rows
-    int num_items,
 #if CLOCKS
     int out_type, uint64* clocks) {
   start_clocks(clocks, kThreads / 32);
@@ -202,9 +205,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
       .window_right = window_right, .rows = rows, .kv_rows = kv_rows, .num_pages = num_pages, .max_pages = max_pages,
       .max_items = max_items, .max_batch = max_batch, .num_kv_heads = num_kv_heads, .group = group,
-      .page_size = page_size, .box = box, .tile_rows = tile_rows, .unit_rows = unit_rows, .num_items = num_items,
-      .slots = slots, .queue = queue,
+      .page_size = page_size, .box = box, .tile_rows = tile_rows, .unit_rows = equal_unit_rows(tile_rows * group),
+      .num_items = (rows + tile_rows - 1) / tile_rows + max_batch + slots, .slots = slots, .queue = queue,
+#if CUSTOM_MASK
+      .mask = mask, .mask_bytes = mask_bytes, .kv_len = kv_len,
+#endif
   };
+  const int q_box_rows = kPackedRows % group ? 0 : kPackedRows / group;  // rows of q in a box of its map
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     const int readers = kConsumerWarps * (p.block_rows() / kPackedRows);

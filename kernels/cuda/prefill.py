@@ -45,22 +45,24 @@ KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("
 """Parameters of keys and values that are copied by tokens, in elements."""
 
 
-def _kernel(by_tokens: bool, **of_fp8: str) -> Kernel:
+def _kernel(by_tokens: bool, custom_mask: bool, **of_fp8: str) -> Kernel:
     """The kernel of keys and values that are copied by tokens or not, with the parameters ``of_fp8`` of FP8."""
     parameters = {
         "q": "pointer",
         "q_map": "map",
         **dict.fromkeys(("k", "v"), "pointer" if by_tokens else "map"),
-        **dict.fromkeys(("sinks", "out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
+        "sinks": "pointer",
+        **({"mask": "pointer", "mask_bytes": "i64", "kv_len": "pointer"} if custom_mask else {}),
+        **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "window_right", "rows"), "i32"),
         **({} if by_tokens else {"kv_rows": "i32"}),
         **dict.fromkeys(("num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
-        **dict.fromkeys(("q_box_rows", "num_kv_heads", "group", "page_size"), "i32"),
+        **dict.fromkeys(("num_kv_heads", "group", "page_size"), "i32"),
         **(dict.fromkeys(KV_STRIDES, "i64") if by_tokens else dict.fromkeys(("box", *KV_STEPS), "i32")),
         **of_fp8,
-        **dict.fromkeys(("tile_rows", "unit_rows", "num_items", "out_type"), "i32"),
+        **dict.fromkeys(("tile_rows", "out_type"), "i32"),
     }
     aligned = ("q", "k", "v", "out") if by_tokens else ("q", "out")
     return Kernel("prefill.cu", "prefill", parameters, writes=("out", "lse", "partial"), aligned=aligned)
@@ -69,11 +71,15 @@ def _kernel(by_tokens: bool, **of_fp8: str) -> Kernel:
 LOADS = ("ragged", "pages", "tokens")
 """The results of :func:`~attn_ops.ops.cuda_kernels.kv_loads`."""
 
-KERNEL, KV_FP8_KERNEL, Q_FP8_KERNEL = (
-    {loads: _kernel(by_tokens=loads == "tokens", **of_fp8) for loads in LOADS}
+KERNELS, KV_FP8_KERNELS, Q_FP8_KERNELS = (
+    {
+        (loads, custom_mask): _kernel(loads == "tokens", custom_mask, **of_fp8)
+        for loads in LOADS
+        for custom_mask in (False, True)
+    }
     for of_fp8 in ({}, {"kv_type": "i32", "kv_scale": "pointer"}, {"kv_scale": "pointer"})
 )
-"""By the loads of keys and values."""
+"""By the loads of keys and values, and whether there is a custom mask."""
 
 
 class Tile(NamedTuple):
@@ -96,12 +102,12 @@ class Tile(NamedTuple):
     converted: bool = False
     consumers: int = 2
 
-    def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int) -> int:
-        """Shared memory of a CTA: query buffers, rings, and a KiB for statistics and barriers."""
+    def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
+        """Shared memory of a CTA: query buffers, rings, a KiB for statistics and barriers, and one with a mask."""
         rows = self.queries * self.consumers * PACKED_ROWS * dim_qk
         of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
         fp8 = self.tokens * (dim_qk + dim_vo) if self.converted else 0
-        return itemsize * (rows + self.tokens * of_token) + fp8 + 1024
+        return itemsize * (rows + self.tokens * of_token) + fp8 + 1024 + 1024 * custom_mask
 
     @property
     def threads(self) -> int:
@@ -154,21 +160,22 @@ assert THREE_CONSUMERS_CTA_PACKED_ROWS == 3 * PACKED_ROWS
 E4M3 = torch.float8_e4m3fn
 
 
-def for_large_batches(dims: tuple[int, int], fp8: bool, packed_rows: int) -> bool:
+def for_large_batches(dims: tuple[int, int], fp8: bool, custom_mask: bool, packed_rows: int) -> bool:
     """Whether the tile is one of :data:`LARGE_BATCH_TILES`."""
-    return dims in LARGE_BATCH_TILES and not fp8 and fills_three_consumers(packed_rows)
+    return dims in LARGE_BATCH_TILES and not (fp8 or custom_mask) and fills_three_consumers(packed_rows)
 
 
-def tile_of(dims: tuple[int, int], dtype: torch.dtype, fp8: bool, packed_rows: int) -> Tile:
-    """By the head dims, the dtype of the query, whether KV is FP8, and the packed rows of a query tile."""
-    if fp8:
-        return (FP8_TILES if dtype == E4M3 else KV_FP8_TILES)[dims]
-    return (LARGE_BATCH_TILES if for_large_batches(dims, fp8, packed_rows) else TILES)[dims]
+def tile_of(key: PrefillKey) -> Tile:
+    """The tile of a specialization."""
+    dims = key.head_dim_qk, key.head_dim_vo
+    if key.fp8:
+        return (FP8_TILES if key.dtype == E4M3 else KV_FP8_TILES)[dims]
+    return (LARGE_BATCH_TILES if key.large_batch else TILES)[dims]
 
 
 SPECIALIZATIONS = {
-    PrefillKey(*dims, loads, dtype, fp8, tiles is LARGE_BATCH_TILES): Specialization(
-        kernels[loads],
+    PrefillKey(*dims, loads, dtype, fp8, tiles is LARGE_BATCH_TILES, custom_mask): Specialization(
+        kernels[loads, custom_mask],
         {
             "HEAD_DIM_QK": dims[0],
             "HEAD_DIM_VO": dims[1],
@@ -176,20 +183,22 @@ SPECIALIZATIONS = {
             "DTYPE": DTYPES.get(dtype, 2),
             "CONSUMERS": tile.consumers,
             **({"KV_CP_ASYNC": 1} if loads == "tokens" else {}),
+            **({"CUSTOM_MASK": 1} if custom_mask else {}),
             **macros,
         },
         threads=tile.threads,
-        shared_bytes=tile.shared_bytes(*dims, dtype.itemsize),
+        shared_bytes=tile.shared_bytes(*dims, dtype.itemsize, custom_mask),
     )
-    for tiles, dtypes, fp8, kernels, macros in (
-        (TILES, tuple(DTYPES), False, KERNEL, {}),
-        (LARGE_BATCH_TILES, tuple(DTYPES), False, KERNEL, {}),
-        (KV_FP8_TILES, tuple(DTYPES), True, KV_FP8_KERNEL, {"KV_FP8": 1}),
-        (FP8_TILES, (E4M3,), True, Q_FP8_KERNEL, {"Q_FP8": 1}),
+    for tiles, dtypes, fp8, kernels, macros, masks in (
+        (TILES, tuple(DTYPES), False, KERNELS, {}, (False, True)),
+        (LARGE_BATCH_TILES, tuple(DTYPES), False, KERNELS, {}, (False,)),
+        (KV_FP8_TILES, tuple(DTYPES), True, KV_FP8_KERNELS, {"KV_FP8": 1}, (False, True)),
+        (FP8_TILES, (E4M3,), True, Q_FP8_KERNELS, {"Q_FP8": 1}, (False,)),
     )
     for dims, tile in tiles.items()
     for loads in LOADS
     for dtype in dtypes
+    for custom_mask in masks
 }
 
 LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
@@ -221,14 +230,14 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
     return {"k": k, "v": v, "kv_rows": x.kv_rows, "box": box, **steps}
 
 
-def query_map(q: Tensor, group: int) -> tuple[TensorMap, int]:
-    """The map of queries, and its rows of a box: 64 packed rows, unless a group does not divide them."""
+def query_map(q: Tensor, group: int) -> TensorMap:
+    """The map of queries. A box has 64 packed rows; if a group does not divide them, the kernel does not load it."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
     columns = row_columns(q)
     blocks = int(q.shape[2]) // columns
     shape, strides = (blocks, q.shape[0], q.shape[1], columns), (columns, q.stride(0), q.stride(1), 1)
     box = blocks, max(box_rows, 1), group if box_rows else 1, columns
-    return TensorMap(q, shape, strides, box, columns * q.element_size()), box_rows
+    return TensorMap(q, shape, strides, box, columns * q.element_size())
 
 
 def launch_tiles(
@@ -247,23 +256,28 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     loads, fp8 = kv_loads(paged, page_size), x.k.dtype in FP8
-    packed_rows = tile_rows * group
-    tile = tile_of(dims, x.q.dtype, fp8, packed_rows)
+    packed_rows, custom_mask = tile_rows * group, o.mask is not None
+    large_batch = for_large_batches(dims, fp8, custom_mask, packed_rows)
+    key = PrefillKey(*dims, loads, x.q.dtype, fp8, large_batch, custom_mask)
+    tile = tile_of(key)
     of_kv = kv_arguments(x, loads, page_size, tile)
     if fp8:
         of_kv["kv_scale"] = o.kv_scale
         if x.q.dtype not in FP8:
             of_kv["kv_type"] = FP8_TYPES[x.k.dtype]
-    q_map, q_box_rows = query_map(x.q, group)
-    unit_rows = tile.unit_rows(packed_rows)
-    num_units = num_items * num_kv_heads * -(-packed_rows // unit_rows)
+    of_mask: dict[str, Any] = {}
+    if o.mask is not None:
+        kv_len = None if plan is None else plan.kv_len
+        of_mask = {"mask": o.mask, "mask_bytes": o.mask.shape[0], "kv_len": kv_len}
+    num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows))
     launch(
-        SPECIALIZATIONS[PrefillKey(*dims, loads, x.q.dtype, fp8, for_large_batches(dims, fp8, packed_rows))],
+        SPECIALIZATIONS[key],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
-        q_map=q_map,
+        q_map=query_map(x.q, group),
         **of_kv,
         sinks=o.sinks,
+        **of_mask,
         out=out,
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
@@ -272,18 +286,15 @@ def launch_tiles(
         scale=softmax_scale(o.sm_scale, dims[0]),
         cap=o.logits_soft_cap,
         window_left=NO_WINDOW if o.window_left < 0 else o.window_left,
-        window_right=0 if o.causal else NO_WINDOW if o.window_right < 0 else o.window_right,
+        window_right=0 if o.causal and not custom_mask else NO_WINDOW if o.window_right < 0 else o.window_right,
         rows=x.q.shape[0],
         num_pages=x.k.shape[0],
         stride_q_row=x.q.stride(0),
         stride_q_head=x.q.stride(1),
-        q_box_rows=q_box_rows,
         num_kv_heads=num_kv_heads,
         group=group,
         page_size=page_size,
         tile_rows=tile_rows,
-        unit_rows=unit_rows,
-        num_items=num_items,
         out_type=0 if out.dtype == LIKE_QUERY[x.q.dtype] else OUT_TYPES[out.dtype],
     )
 

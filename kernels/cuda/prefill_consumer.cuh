@@ -209,7 +209,11 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     const int last_row = row_of(remainder + first_line + kPackedRows - 1);
     const int visible_begin = low + last_row, visible_end = min(end, high + row_of(remainder + first_line));
     const bool all_rows = last_row < stored;
-    const int plain_end = folded && arguments.cap <= 0 ? visible_end : 0;  // and need no more if they end before this
+#if CUSTOM_MASK
+    store_mask(mask_of(p, uniform(block.request), uniform(block.row)), shared);
+#endif
+    // And need no more if they end before this.
+    const int plain_end = folded && arguments.cap <= 0 && !kCustomMask ? visible_end : 0;
 
     Output output;
     Partial partial;
@@ -224,8 +228,11 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         if (first + kTile <= plain_end && first >= visible_begin) [[likely]] return;
         const bool visible_to_all = first + kTile <= visible_end && first >= visible_begin;
         if (!folded) multiply(logits, kv_scale[0]);
-        if (arguments.cap > 0) soft_cap(logits, to_cap, visible_to_all && all_rows);
+        if (arguments.cap > 0) soft_cap(logits, to_cap, visible_to_all && all_rows && !kCustomMask);
         if (!visible_to_all) mask(logits, rows, first);
+#if CUSTOM_MASK
+        mask(logits, rows, p, own_mask(shared), low, first);
+#endif
       };
       uint32 number = base + tile;  // of the KV tile whose logits are computed, among all of this CTA
       if (!first_logits) {

@@ -13,6 +13,9 @@
 #ifndef KV_CP_ASYNC
 #define KV_CP_ASYNC 0
 #endif
+#ifndef CUSTOM_MASK
+#define CUSTOM_MASK 0
+#endif
 #ifndef CONSUMERS
 #define CONSUMERS 2
 #endif
@@ -22,6 +25,7 @@ namespace {
 
 constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
 static_assert(PAGED || !KV_CP_ASYNC);
+constexpr bool kCustomMask = CUSTOM_MASK;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 constexpr int kConsumers = CONSUMERS;
@@ -90,6 +94,9 @@ struct QueryBlock {
   int slot;           // of the partial result, negative without a split
   int head;           // the first of the KV head's group
   int remainder;      // of the first packed row divided by the group
+#if CUSTOM_MASK
+  int request, row;   // the first query row among those of all requests
+#endif
   int64 first;        // where the first query row and head are stored: its number among those of `out` or `partial`
 };
 
@@ -98,6 +105,13 @@ struct Unit : Item {     // `start` to `end` are loaded. No unit follows if `cou
   int first_packed_row;
   int first_row;         // the query row of the item to which it belongs
   int kv_head;
+};
+
+// The custom mask of a unit. `first` is the bit of its first query row and token 0, `stride` the bits of a row. Producer
+// V has the rest too: the query rows, of which row r sees tokens of [low + r, min(high + r, end)).
+struct UnitMask {
+  int64 first;
+  int stride, rows, low, high, end;
 };
 
 struct Shared {
@@ -113,6 +127,9 @@ struct Shared {
   float peer_max[kPackedRows], peer_sum[kPackedRows];
   QueryBlock query_blocks[kQueryBlocks];
   Unit unit;
+#if CUSTOM_MASK
+  UnitMask masks[kThreads / 32];  // of each warp that reads it
+#endif
   // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they
   // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
   uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
@@ -125,11 +142,22 @@ struct Shared {
 #endif
 };
 
+// Packed rows of a unit: those of a work item in as few units as hold them, of equal size.
+DEVICE int equal_unit_rows(int packed_rows) {
+  const int parts = (packed_rows + kPackedRows - 1) / kPackedRows, units = (parts + kConsumers - 1) / kConsumers;
+  return (parts + units - 1) / units * kPackedRows;
+}
+
 struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
   int page_size, box, tile_rows, unit_rows, num_items, slots;
   int* queue;  // of the plan; null without one
+#if CUSTOM_MASK
+  const unsigned char* mask;
+  int64 mask_bytes;
+  const int* kv_len;  // of the plan; null without one
+#endif
 
   DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
   // Packed rows of a unit: `unit_rows`, which is the constant with two consumers, for the sake of registers.
@@ -212,7 +240,7 @@ struct Schedule : Walk<PAGED> {
     unit.row = (p.num_items - 1 - item) * p.tile_rows;
     unit.count = min(p.rows - unit.row, p.tile_rows);
     unit.start = 0, unit.end = p.kv_rows, unit.position = p.kv_rows - p.rows + unit.row;
-    unit.page_start = 0, unit.slot = -1;
+    unit.page_start = 0, unit.slot = -1, unit.request = 0;
     return true;
   }
 };

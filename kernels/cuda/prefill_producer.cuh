@@ -4,6 +4,9 @@
 #include "division.cuh"
 #include "hopper.cuh"
 #include "prefill_problem.cuh"
+#if CUSTOM_MASK
+#include "prefill_mask.cuh"
+#endif
 
 namespace attn_ops {
 namespace {
@@ -17,6 +20,12 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
                      chunk % kOfRow * 16,
                  uint4{0, 0, 0, 0});
   }
+}
+
+// Those that are not in `seen`, the result of seen_tokens.
+DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
+  for (int row = 0; row < kLoadedTile; ++row)
+    if (!(__shfl_sync(~0u, seen, row / 32) >> row % 32 & 1)) zero_rows(values, row, row + 1, lane);
 }
 
 // Where TMA loads keys or values: the rings of the consumers, or tiles of FP8 that are converted into these.
@@ -116,6 +125,9 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
 #endif
       return;
     }
+#if CUSTOM_MASK
+    if (VALUES) store_mask(p, unit, shared);
+#endif
     PagedBoxes boxes = {-1, kPageLanes, int(by_page.remainder(unit.start)) / 8, load_page(unit, unit.start)};
     bool released = VALUES || unit.start >= unit.end;
     if (released) release_unit(shared);
@@ -131,8 +143,13 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
         boxes.following = load_page(unit, first + kPageLanes * box);
         boxes.next = 0;
       }
-      const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // inside of a box
+      [[maybe_unused]] const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // inside of a box
+#if CUSTOM_MASK
+      const uint32 seen = VALUES ? seen_tokens<kLoadedTile / 32>(p, own_mask(shared), first) : 0;
+      const bool zero = VALUES && __any_sync(~0u, seen != ~0u);
+#else
       const bool zero = VALUES && (ends || (first == unit.start && unit.hidden));
+#endif
       const uint32 loaded = tiles.full + tile % Tiles::kFullBarriers * 8, barrier = zero ? staging : loaded;
       tiles.wait_for_empty(tile);
       mark(kWaitEmpty);
@@ -142,8 +159,12 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
       if (zero) {
         wait(staging, staged & 1);
         ++staged;
+#if CUSTOM_MASK
+        zero_unseen(to, seen, lane);
+#else
         if (first == unit.start) zero_rows(to, 0, unit.hidden, lane);
         if (ends) zero_rows(to, visible, (visible + box - 1) / box * box, lane);
+#endif
         fence_async_shared();
         __syncwarp();
         if (lane == 0) arrive(loaded);
@@ -192,6 +213,9 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   }
   to.start = unit.start, to.end = unit.end, to.slot = unit.slot;
   to.remainder = unit.first_packed_row - unit.first_row * p.group;
+#if CUSTOM_MASK
+  to.request = unit.request, to.row = unit.row + unit.first_row;
+#endif
   to.low = relative_bound(unit.position, unit.first_row, -p.window_left, kBeforeAll);
   to.high = relative_bound(unit.position, unit.first_row + 1, p.window_right, kMaxTokens);
   const int row = unit.row + unit.first_row, head = unit.kv_head * p.group;

@@ -1,7 +1,11 @@
 // Prefill: from the logits of a KV tile to probabilities.
 #pragma once
 
+#if CUSTOM_MASK
+#include "prefill_mask.cuh"
+#else
 #include "prefill_problem.cuh"
+#endif
 #include "tanh.cuh"
 #if Q_FP8
 #include "prefill_fp8_products.cuh"
@@ -61,6 +65,29 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
         if (!(visible >> (2 * i + c) & 1)) logits[4 * i + 2 * r + c] = -kInfinity;
   }
 }
+
+#if CUSTOM_MASK
+// The custom mask: `low` is that of row 0 of the unit, and `first` the first token of the tile.
+DEVICE void mask(Logits& logits, const Rows& rows, const Problem& p, const UnitMask& custom, int low, int first) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = rows.low[r] + column - low;
+    const MaskBits<kTile / 32> bits(p, custom.first + int64(row) * custom.stride + first + column);
+    uint32 word = bits.aligned_word(0);
+#pragma unroll
+    for (int i = 0; i < kTile / 32; ++i) {
+      const uint32 following = bits.aligned_word(i + 1), visible = bits.joined(word, following);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (!(visible >> (8 * j + c) & 1)) logits[4 * (4 * i + j) + 2 * r + c] = -kInfinity;
+      word = following;
+    }
+  }
+}
+#endif
 
 // The online softmax over one more KV tile with lazy rescaling, of row ROW of this thread. Its logits become exponents,
 // relative to its row_max, whose base-2 exponentials are the probabilities.

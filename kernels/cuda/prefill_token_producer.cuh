@@ -35,6 +35,9 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     int first = unit.start;
     const int end = first + (tokens_of_unit + kTile - 1) / kTile * kTile;  // of the last KV tile
     TileTokens<kOwnTokens, kLoadedTile, kAddresses> tokens(p, request, first + part * kOwnTokens);
+#if CUSTOM_MASK
+    if (VALUES) store_mask(p, unit, shared);
+#endif
     bool released = VALUES || tokens_of_unit <= 0;
     if (released) release_unit(shared);
     mark(kSchedule);
@@ -43,8 +46,15 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
       const uint32 to = tiles.memory + tile % Tiles::kStages * Tiles::kBytes + part * (kOwnTokens / 8) * Layout::kGroup;
       tiles.wait_for_empty(tile);
       mark(kWaitEmpty);
-      tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
-          p, of_head, [&](int group) { return to + group * Layout::kGroup; });
+      const auto groups = [&](int group) { return to + group * Layout::kGroup; };
+#if CUSTOM_MASK
+      if (VALUES) {
+        const uint32 seen = seen_tokens<kOwnTokens / 32>(p, own_mask(shared), first + part * kOwnTokens);
+        tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
+            p, of_head, groups, [&](int i) { return __shfl_sync(~0u, seen, i); });
+      } else
+#endif
+        tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(p, of_head, groups);
       arrive_after_chunks(tiles.full + tile % Tiles::kFullBarriers * 8);
       tokens.advance(p);
       mark(kIssue);

@@ -17,6 +17,7 @@ struct Item {
   int start, end;  // KV tokens
   int page_start;  // of the request in kv_indices; its first token in ragged KV
   int slot;        // of the partial result, negative without a split
+  int request;     // of the plan
 };
 
 // Of `walkers` CTAs or clusters, the unit of walker w in a wave: w, 2 * walkers - 1 - w, 2 * walkers + w and so on.
@@ -49,6 +50,7 @@ struct Walk {
     to.row = min(column(kRow, 0), kMaxTokens), to.count = column(kRows, 0);
     to.start = column(kKvBegin, 0), to.end = column(kKvEnd, 0);
     to.position = column(kPosition, 0), to.page_start = max(column(kPageStart, 0), 0), to.slot = column(kSlot, -1);
+    to.request = column(kRequest, 0);
     if constexpr (kPaged) {
       const int64 pages = p.num_pages > 0 ? max(p.max_pages - to.page_start, 0) : 0;
       to.end = static_cast<int>(min(int64(to.end), pages * p.page_size));

@@ -59,11 +59,11 @@ struct TileTokens {
     for (int i = 0; i < kOwn; ++i) pages[i] = request.page_of(p, first + 32 * i + threadIdx.x % 32);
   }
 
-  // One warp: of all tokens BLOCKS * ROW_BYTES bytes, as rows of a swizzled tile, zeros from the end on. A group of 8
-  // tokens is at `group(number)`, and its next block of columns BLOCK_BYTES further. As many lanes as a row has chunks
+  // One warp: of all tokens BLOCKS * ROW_BYTES bytes, as rows of a swizzled tile, zeros from the end on and for the
+  // tokens 32 i to 32 i + 31 whose bits in `seen(i)` are 0. A group of 8 tokens is at `group(number)`, and its next block of columns BLOCK_BYTES further. As many lanes as a row has chunks
   // of 16 bytes have as many consecutive tokens. The warp reconverges first: diverged, it would issue each copy twice.
-  template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group>
-  DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group) const {
+  template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group, class Seen>
+  DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group, Seen seen) const {
     constexpr int kChunks = ROW_BYTES / 16, kAtOnce = ADDRESSES < kChunks ? ADDRESSES : kChunks;
     const int lane = threadIdx.x % 32, first_row = lane / kChunks * kChunks;
     const auto swizzle = [](int row) { return (row * ROW_BYTES / 128 & (kChunks - 1)) * 16; };
@@ -75,7 +75,7 @@ struct TileTokens {
       const uint32 page = min(pages[i], uint32(p.num_pages) - 1);
       const int64 offset = page * from.page + request.by_page.remainder(token) * from.token;
       const uint64 own = reinterpret_cast<uint64>(from.first + (token < request.end ? offset : 0));
-      const uint32 existing = __ballot_sync(~0u, token < request.end) >> first_row;
+      const uint32 existing = (__ballot_sync(~0u, token < request.end) & seen(i)) >> first_row;
       const uint32 to = group(i * 4 + first_row / 8) + in_group;
 #pragma unroll
       for (int row = 0; row < kChunks; row += kAtOnce) {
@@ -92,6 +92,12 @@ struct TileTokens {
         }
       }
     }
+  }
+
+  // The same of all tokens before the end.
+  template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group>
+  DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group) const {
+    copy_rows<BLOCKS, ROW_BYTES, BLOCK_BYTES>(p, from, group, [](int) { return ~0u; });
   }
 };
 

@@ -112,6 +112,18 @@ CASES = [
             "cap and sinks": {"logits_soft_cap": 5.0, "sinks": 1.0, "heads": (4, 4)},
         }.items()
     ),
+    *(
+        replace(BASE, name=f"{dims[0]}/{dims[1]}, mask, {name}", head_dims=dims, **{"masked": 0.4, **options})
+        for dims in ((128, 128), (64, 64), (192, 128), (256, 256))
+        for name, options in {
+            "in place of causal": {},
+            "few keys seen": {"masked": 0.01, "heads": (4, 4), "page_size": 64, "kv_layout": "HND"},
+            "all options": {"window_left": 100, "window_right": 50, "causal": False, "sinks": 1.0, "heads": (10, 2)},
+            "cap, rows beyond the batch": {"logits_soft_cap": 5.0, "padding": 70, "spare_batch": 3},
+            "split": {**_SPLIT, "causal": False},
+            "alternating warpgroups": {"planner": {"tile_rows": 16}},
+        }.items()
+    ),
 ]
 
 FP8: tuple[dict[str, Any], ...] = (

@@ -95,6 +95,19 @@ def test_before_the_window_in_the_cuda_kernel(case: Named) -> None:
     expected.check(*setup.run("cuda"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "page_size"), [("prefill", 16), ("prefill", 5), ("ragged", 1)])
+@pytest.mark.parametrize("tile_rows", [8, 48])
+def test_hidden_by_a_mask_in_the_cuda_kernel(kind: str, page_size: int, tile_rows: int) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    case = replace(HOPPER, name="mask", masked=0.02, page_size=page_size, planner={"tile_rows": tile_rows})
+    setup = Setup(kind, case, "cuda")
+    expected = setup.expected
+    assert _poison(setup, _hidden(setup))
+    expected.check(*setup.run("cuda"))
+
+
 MASKED = [(kind, replace(PREFILL, name="mask", masked=0.02, causal=False)) for kind in ("prefill", "ragged")]
 
 

@@ -6,29 +6,18 @@ The ops cannot check the length of a mask: it depends on lengths that are on the
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
-import torch
 from helpers.backends import INTERPRETER, REFERENCE, TRITON
 from helpers.cases import PREFILL_BASE
 from helpers.harness import Setup
-from torch import Tensor
+from helpers.masks import truncated
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 REFERENCE_ON_GPU = pytest.param("cuda", "reference", id="reference on cuda", marks=pytest.mark.gpu)
 
 NUM_BYTES = (0, 1, 7, 60, 140)
-
-
-def _truncated(masks: list[Tensor], num_bytes: int) -> list[Tensor]:
-    """The masks of all requests as the first ``num_bytes`` of their packed bytes hold them, False beyond."""
-    begins = [0, *accumulate(-(-mask.numel() // 8) for mask in masks)]
-    places = [
-        torch.arange(mask.numel()).view(mask.shape) // 8 + begin for mask, begin in zip(masks, begins, strict=False)
-    ]
-    return [mask & (byte < num_bytes) for mask, byte in zip(masks, places, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -46,5 +35,5 @@ def test_keys_beyond_the_end_of_a_mask_are_hidden(kind: str, num_bytes: int, dev
     memory = setup.packed_mask.clone()
     memory[num_bytes:] = 255  # would show every key
     assert num_bytes < memory.shape[0]
-    setup.masks = _truncated(setup.masks, num_bytes)
+    setup.masks = truncated(setup.masks, num_bytes)
     setup.check(*setup.run(backend, mask=memory[:num_bytes]))

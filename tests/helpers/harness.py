@@ -7,13 +7,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import attn_ops
 from helpers.cases import Case
 from helpers.fp8_products import Fp8Expected
+from helpers.masks import pack
 from helpers.oracle import GARBAGE, Expected, PagedBatch
 
 CPU_BACKENDS = ("reference", "auto")
@@ -181,8 +181,7 @@ class Setup:
         self.packed_mask = None
         if share is not None:
             self.masks = [torch.rand(shape, generator=self.generator) < share for shape in shapes]
-            packed = [np.packbits(mask.flatten().numpy(), bitorder="little") for mask in self.masks]
-            self.packed_mask = torch.from_numpy(np.concatenate([*packed, np.zeros(1, np.uint8)])).to(self.device)
+            self.packed_mask = pack(self.masks).to(self.device)
 
     def _paged(self) -> None:
         case = self.case

@@ -23,6 +23,7 @@ from helpers.cuda_host.calls import FP8_KV, OPS, SPLIT, attend
 from helpers.cuda_host.calls import prefill_case as _case
 from helpers.harness import Setup
 from helpers.hostile_plans import random_plan
+from helpers.masks import pack, truncated
 
 merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
 
@@ -85,6 +86,13 @@ PREFILL = [
     ("ragged", _case("large batch, cap", **LARGE_BATCH, window_left=100, logits_soft_cap=5.0, sinks=1.0)),
     ("ragged", _case("large batch, row_max rises", **LARGE_BATCH | LONGER, dtype=torch.float16, sm_scale=2.0)),
     ("prefill", _case("large batch, splits", **LARGE_BATCH | SPLIT_LARGE, causal=True, page_size=64)),
+    ("prefill", _case("mask", masked=0.4, padding=3, spare_batch=2)),
+    ("ragged", _case("mask, window, cap, sinks", masked=0.7, window_left=50, logits_soft_cap=5.0, sinks=1.0)),
+    ("prefill", _case("mask that hides most tokens", **UNSEEN | {"window_left": -1}, masked=0.01)),
+    ("prefill", _case("64, mask, splits", **F16_64 | SPLIT, masked=0.3, page_size=8, kv_layout="HND")),
+    ("ragged", _case("192/128, mask", head_dims=(192, 128), heads=(4, 1), **LONGER, masked=0.5)),
+    ("prefill", _case("256, mask", **F16_256, masked=0.5, window_right=9, page_size=64)),
+    ("prefill", _case("large batch, mask", **LARGE_BATCH, masked=0.5)),
 ]
 
 FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}
@@ -154,6 +162,35 @@ def test_fp8_tokens_before_the_window_may_be_nan(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("kind", "page_size"), [("prefill", 16), ("prefill", 3), ("ragged", 1)])
+def test_tokens_that_a_mask_hides_from_all_rows_may_be_nan(kind: str, page_size: int, fp8: bool) -> None:
+    case = _case("hidden", kv_lens=(330,), qo_lens=(20,), masked=0.02, page_size=page_size)
+    setup = Setup(kind, replace(case, **FP8_KV) if fp8 else case)
+    (mask,) = setup.masks
+    hidden = (~mask.any(0)).nonzero().flatten()
+    assert 50 < hidden.shape[0] < 300
+    setup.fill_with_nan(hidden)
+    with Host().installed():
+        out, lse = OPS[kind](**setup.arguments)
+    setup.check(out, lse, **setup.tolerance("cuda"))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 63, 64, 350, 10**6])
+def test_a_mask_of_any_length_at_any_address(num_bytes: int, offset: int) -> None:
+    """Tokens beyond its end are hidden. The machine allows no access outside of it."""
+    setup = Setup("prefill", _case("short", kv_lens=(37, 130), qo_lens=(9, 21), masked=0.8))
+    assert setup.packed_mask is not None
+    kept = setup.packed_mask[:num_bytes]
+    memory = torch.empty(kept.shape[0] + offset, dtype=torch.uint8)[offset:]
+    memory.copy_(kept)
+    setup.masks = truncated(setup.masks, num_bytes)
+    with Host().installed():
+        out, lse = prefill.batch_prefill(**setup.arguments | {"mask": memory})
+    setup.check(out, lse, **setup.tolerance("cuda"))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
 def test_tokens_of_the_next_ragged_request_may_be_nan(fp8: bool) -> None:
     case = _case("neighbour", kv_lens=(70, 150), qo_lens=(40, 33), causal=True, **(FP8_KV if fp8 else {}))
     outs = []
@@ -200,6 +237,15 @@ def test_single_prefill(rows: int) -> None:
     with Host(sms=2).installed():
         out, lse = prefill.single_prefill(q, k, v, causal=True, return_lse=True)
     oracle.Expected.of([(q, k, v)], causal=True).check(out, lse)
+
+
+def test_single_prefill_with_a_mask() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 64, generator=generator).half() for n, h in ((50, 4), (211, 2), (211, 2)))
+    visible = torch.rand(50, 211, generator=generator) < 0.5
+    with Host(sms=2).installed():
+        out, lse = prefill.single_prefill(q, k, v, causal=True, mask=pack([visible]), return_lse=True)
+    oracle.Expected.of([(q, k, v, visible)]).check(out, lse)
 
 
 def test_the_counter_of_units_is_0_again_and_one_that_was_not_heals() -> None:

@@ -12,6 +12,7 @@ from helpers import cuda_host, hostile_plans
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
+from attn_ops.ops.cuda_kernels import PrefillKey
 from attn_ops.plan.sizing import packed_rows_of_tile
 from attn_ops.plan.state import PlanProblem, num_partials
 
@@ -27,9 +28,9 @@ MAIN = (
   Problem p = {.qo_indptr = array(), .work = array()};
   int* const queue = p.queue = const_cast<int*>(array());
   for (int* field : {&p.window_left, &p.window_right, &p.rows, &p.kv_rows, &p.num_pages, &p.max_pages, &p.max_items,
-                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.unit_rows,
-                     &p.num_items})
+                     &p.max_batch, &p.num_kv_heads, &p.group, &p.page_size, &p.box, &p.tile_rows, &p.num_items})
     *field = *at++;
+  p.unit_rows = equal_unit_rows(p.tile_rows * p.group);
   gridDim.x = *at++;
   std::vector<Schedule> running(gridDim.x);
   std::vector<bool> ended(gridDim.x);
@@ -66,14 +67,16 @@ class Unit(NamedTuple):
 Programs = dict[tuple[int, bool, bool], Path]
 
 
+def _key(dim: int, paged: bool, large: bool) -> PrefillKey:
+    return PrefillKey(dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, large, False)
+
+
 @pytest.fixture(scope="module")
 def programs() -> Programs:
     """Programs that print the units of a plan, by head dim, whether KV is paged, and ``for_large_batches``."""
     keys = [(dim, paged, large) for dim, large in ((64, False), (128, False), (128, True)) for paged in (False, True)]
     return {
-        (dim, paged, large): cuda_host.program(
-            prefill.SPECIALIZATIONS[dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, large], MAIN
-        )
+        (dim, paged, large): cuda_host.program(prefill.SPECIALIZATIONS[_key(dim, paged, large)], MAIN)
         for dim, paged, large in keys
     }
 
@@ -81,8 +84,9 @@ def programs() -> Programs:
 def _unit_rows(plan: attn_ops.PrefillPlan) -> int:
     problem = PlanProblem.of(plan.problem)
     packed_rows = packed_rows_of_tile(problem)
-    tile = prefill.tile_of((problem.head_dim_qk, problem.head_dim_vo), torch.bfloat16, False, packed_rows)
-    rows: int = tile.unit_rows(packed_rows)
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    key = _key(dims[0], True, prefill.for_large_batches(dims, False, False, packed_rows))
+    rows: int = prefill.tile_of(key).unit_rows(packed_rows)
     return rows
 
 
@@ -96,7 +100,7 @@ def _units(program: Path, plan: attn_ops.PrefillPlan, rows: int, box: int, ctas:
     numbers += [plan.queue.numel(), *plan.queue.tolist()]
     numbers += [p.get("left", NO_WINDOW), p.get("right", NO_WINDOW), rows, p.get("kv_rows", 0), p.get("pages", 0)]
     numbers += [plan.kv_indices.shape[0], plan.work.shape[0], plan.kv_len.shape[0], HEADS, group, problem.page_size]
-    numbers += [box, tile_rows, unit_rows, items, min(ctas, units)]
+    numbers += [box, tile_rows, items, min(ctas, units)]
     return [Unit(*row) for row in cuda_host.rows_of(program, numbers)]
 
 
@@ -140,7 +144,7 @@ def test_units_are_the_work_of_the_plan(
     box = prefill.box_of_pages(page_size, box) if paged else box
     sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
     right = {"right": 0} if causal else {}
-    large_batch = prefill.for_large_batches((dim, dim), False, packed_rows_of_tile(planner.problem))
+    large_batch = prefill.for_large_batches((dim, dim), False, False, packed_rows_of_tile(planner.problem))
     units = _units(programs[dim, paged, large_batch], plan, total + padding, box, 13, **sizes, **right)
 
     unit_rows = _unit_rows(plan)

@@ -65,9 +65,9 @@ T __shfl_sync(unsigned, T x, int lane, int width = 32) {
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
-  static_assert(sizeof(T) == 4);
+  using Bits = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
   const int lane = int(threadIdx.x % 32) ^ mask;
-  return std::bit_cast<T>(unsigned(host::exchange(std::bit_cast<unsigned>(x), lane, "__shfl_xor_sync")));
+  return std::bit_cast<T>(Bits(host::exchange(std::bit_cast<Bits>(x), lane, "__shfl_xor_sync")));
 }
 inline bool __any_sync(unsigned, bool x) { return host::any(x); }
 inline unsigned __ballot_sync(unsigned, bool x) { return host::ballot(x); }
