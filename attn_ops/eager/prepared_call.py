@@ -18,6 +18,7 @@ written, and ops pass through the dispatcher.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol
@@ -142,6 +143,8 @@ class OpCache(Undispatched):
         self._entries: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         """For each entry, the tensors of its plans, with callbacks that evict the entry."""
+        self._lock = threading.RLock()
+        """Of both. A callback may run while its thread holds it."""
         self._direct_entries: dict[Hashable, Any] = {}
         self.op: Callable[..., Any] = self._uncached
         self.planned: Callable[..., Any] = self._dispatched
@@ -180,9 +183,10 @@ class OpCache(Undispatched):
         prepared_call = captured.bind(arguments, plans, unpack=not isinstance(result, tuple))
         if prepared_call is None:
             return result
-        if insert(self._entries, key, prepared_call):
-            self._plans.clear()
-        self._plans[key] = [weakref.ref(t, lambda _: self._evict(key)) for t in plans]
+        with self._lock:  # another thread that clears both must not clear one before this insertion and one after it
+            if insert(self._entries, key, prepared_call):
+                self._plans.clear()
+            self._plans[key] = [weakref.ref(t, lambda _: self._evict(key)) for t in plans]
         return result
 
     def _evict(self, key: Hashable) -> None:

@@ -13,16 +13,24 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+_lock = threading.Lock()
 
-@functools.cache  # one entry for the life of the process
+
 def _preparing() -> Sequence[Future[Any]]:
     """Triton's driver with the version of its assembler, and the hash of Triton."""
+    with _lock:  # threads that ask at the same time start it once
+        return _start()
+
+
+@functools.cache  # one entry for the life of the process
+def _start() -> Sequence[Future[Any]]:
     try:
         from triton.compiler import make_backend
         from triton.runtime import driver

@@ -142,6 +142,8 @@ An insertion beyond ``MAX_LOADED`` first drops all entries. Their GPU code stays
 it. Triton keeps the compiled kernels, so a launch after that looks its kernel up there and loads it once more.
 """
 
+_MISSING: Any = object()
+
 
 def launch(kernel: Any, grid: Sequence[Any], options: Options = DEFAULT_OPTIONS, /, **arguments: Any) -> None:
     """Launch ``kernel`` on ``grid`` with ``arguments``, by the names of its parameters::
@@ -185,7 +187,7 @@ def _class_of(x: Any) -> Any:
     return (x == 1, x % 16 == 0, _needs_64_bits(x)) if type(x) is int else x
 
 
-def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
+def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> tuple[Any, Layout] | None:
     """Load a compiled kernel and add it to the kernel cache. A CUDA graph capture may do so too."""
     if hasattr(compiled, "result"):  # of a program in Triton's AsyncCompileMode
         compiled = compiled.result()
@@ -196,6 +198,7 @@ def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> None:
     if len(_kernel_cache) >= MAX_LOADED:
         _kernel_cache.clear()
     _kernel_cache[key] = entry
+    return entry
 
 
 def _launch_direct(kernel: JITFunction[Any], grid: Sequence[int], values: tuple[Any, ...], options: Options) -> None:
@@ -215,10 +218,10 @@ def _launch_direct(kernel: JITFunction[Any], grid: Sequence[int], values: tuple[
             specialization.append(_class_of(value))
     wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
     key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
-    if key not in _kernel_cache:
+    entry = _kernel_cache.get(key, _MISSING)
+    if entry is _MISSING:  # another thread may empty the cache at any time
         wait_until_prepared()
-        _insert(key, values, kernel.warmup(*values, grid=tuple(grid), **options.keywords()))
-    entry = _kernel_cache[key]
+        entry = _insert(key, values, kernel.warmup(*values, grid=tuple(grid), **options.keywords()))
     if entry is None:
         _launch_by_triton(kernel, grid, values, options)
         return

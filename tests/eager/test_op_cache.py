@@ -268,6 +268,55 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert op(torch.ones(4), plan, scale=scale)
 
 
+def test_threads_that_fill_the_cache_leave_no_entry_without_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread finds the cache full; another inserts before the first one has dropped the plans too."""
+    monkeypatch.setattr(prepared_call, "MAX_ENTRIES", 1)
+    ops, plan, inserting = Op(), [torch.zeros(1)], threading.Event()
+    insert = prepared_call.insert
+
+    def slow_insert(*args: Any) -> bool:
+        full = insert(*args)
+        if full and threading.current_thread() is not other:
+            inserting.set()
+            other.join(0.3)  # it waits for this thread, or has inserted
+        return full
+
+    def insert_another() -> None:
+        inserting.wait()
+        ops(torch.ones(4), [plan_of_other[0]], scale=2)
+
+    plan_of_other = [torch.zeros(1)]
+    other = threading.Thread(target=insert_another)
+    ops(torch.ones(4), plan, scale=0)
+    monkeypatch.setattr(prepared_call, "insert", slow_insert)
+    other.start()
+    ops(torch.ones(4), plan, scale=1)
+    other.join()
+    assert ops.cache._entries.keys() == ops.cache._plans.keys()
+    plan_of_other.clear()
+    assert not ops.cache._entries or next(iter(ops.cache._plans.values()))[0]() is plan[0]
+
+
+def test_an_interrupt_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler may raise in a check, which is Python code; after other errors there the call is a miss."""
+    raised: list[type[BaseException]] = []
+
+    def check() -> bool:
+        if raised:
+            raise raised.pop()
+        return False
+
+    entries: dict[Any, Any] = {}
+    call = prepared_call.call_cache(entries, lambda key, args, kwargs: key, (check,), on_cuda=False)
+    assert call(1) is not None
+    raised.append(ValueError)
+    assert call(1) is None
+    raised.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(1)
+    assert call(1) is not None
+
+
 def test_an_error_is_raised_and_nothing_inserted() -> None:
     def first_call(args: Any, kwargs: Any) -> Any:
         raise ValueError("bad")

@@ -155,6 +155,8 @@ PyObject* find(Arguments& call, PyObject* args, PyObject* kwargs, Ref& key) {
   } catch (const PythonError&) {
   }
   if (PyErr_Occurred()) {  // also of an option that is not hashable
+    // A signal handler may raise KeyboardInterrupt in a check, which is not for a cache to drop.
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError();
     PyErr_Clear();
     key = Ref();
   }
