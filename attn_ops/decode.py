@@ -29,6 +29,7 @@ from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
+from attn_ops.ops.options import FP8
 from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.page import get_seq_lens
 from attn_ops.plan.page_table import PageTable
@@ -284,7 +285,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         )
         pages = PageTable.of(where, indptr, indices, last_page_len, qo_indptr)
         given = attention_options(where, **options)._replace(causal=spec.causal)
-        spec = spec._replace(general_decode=decode and needs_general_decode(dtypes.computed, given.pos_encoding))
+        general = needs_general_decode(dtypes.computed, given.pos_encoding)
+        spec = spec._replace(general_decode=decode and general, fp8_decode=decode and dtypes.kv in FP8)
         return Batch("batch_decode" if decode else "batch_prefill", pages, spec, given, dtypes)
 
     @typed

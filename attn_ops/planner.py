@@ -70,8 +70,9 @@ class DecodePlanner(PlannerBase):
         window_left: plan for a sliding window, so that keys outside of it cost no work; -1 for no window.
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: CTAs that divide the work of one KV head. Default: two per SM in all, and one on Hopper for sizes that
-            ``cuda.decode`` takes, where a CTA has two KV heads of 64 if their number is even. Calls that the general
-            kernel runs over a plan of one per SM, with position encodings or a float32 query, are faster with two.
+            ``cuda.decode`` takes, where a CTA has two KV heads if their number is even: of 64, and of 128 with
+            ``fp8_cache``. Calls that the general kernel runs over a plan of one per SM, with position encodings or a
+            float32 query, are faster with two.
         context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
             plan() takes and the capacities are those of all ranks; the plan has this rank's pages.
         head_shards: ranks that the heads are divided over (:mod:`attn_ops.distributed`). The head counts are those of
@@ -79,6 +80,8 @@ class DecodePlanner(PlannerBase):
         fixed_split_size: split every request each ``fixed_split_size`` pages, rounded up to whole KV blocks of
             :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. The result of a request is
             then batch-invariant, bit for bit on the ``triton`` and ``cuda`` backends. None splits for load balance.
+        fp8_cache: whether the cache is FP8, on which the default of ``num_ctas`` depends. A plan serves caches of any
+            dtype, and is faster for this one.
         device: device of the plan; default torch's default device.
         storage: tensors that become fields of the plan, by the field's name, and under ``"workspace"`` the workspace.
             Nothing is allocated for them. A field is contiguous int32 of the shape that :class:`~attn_ops.DecodePlan`
@@ -117,6 +120,7 @@ class DecodePlanner(PlannerBase):
         cache_pages: int | None = None,
         num_ctas: int | None = None,
         fixed_split_size: int | None = None,
+        fp8_cache: bool = False,
         device: str | torch.device | None = None,
         storage: Mapping[str, Tensor] | None = None,
         context: ContextShard | None = None,
@@ -144,7 +148,7 @@ class DecodePlanner(PlannerBase):
         self.device = torch.empty(0, device=device).device
         prepare(self.device)
         if num_ctas is None:
-            num_ctas = ctas_per_head(self.device, of_rank)
+            num_ctas = ctas_per_head(self.device, of_rank, fp8_cache)
         capacity = max_batch, max_pages, num_ctas
         shapes = decode_shapes(self.problem, *capacity)
         check_products("planner", self.problem, max_pages, shapes)

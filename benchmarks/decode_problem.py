@@ -45,6 +45,7 @@ class DecodeProblem:
             head_dim=self.row.head_dim,
             max_kv_len=max(self.row.lengths),
             num_ctas=num_ctas,
+            fp8_cache=self.row.fp8,
             device=self.device,
         )
 

@@ -171,8 +171,10 @@ class BlockTables(NamedTuple):
         problem = problem_of(spec, device, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
-            general = self.spec.general_decode
-            ctas = general_ctas_per_head(device, problem.num_kv_heads) if general else ctas_per_head(device, problem)
+            if spec.general_decode:
+                ctas = general_ctas_per_head(device, problem.num_kv_heads)
+            else:
+                ctas = ctas_per_head(device, problem, spec.fp8_decode)
             decode = allocate_decode(problem, batch, batch * width, ctas, device, torch.empty)
             call_op("plan_decode", *table, decode, **options)
             return decode

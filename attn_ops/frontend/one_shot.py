@@ -70,6 +70,7 @@ def block_table_call(
         window_left=options.window_left,
         causal=options.causal and qo_indptr is not None,
         general_decode=general and qo_indptr is None,
+        fp8_decode=v_cache.dtype in FP8 and qo_indptr is None,
     )
     pages = f", in pages of {page_size}" + (f" by {names.layout} {kv_layout!r}" if names.layout else "")
     seq_lens = row_lengths(where, names, block_tables, seq_lens, page_size, q.device, pages)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from attn_ops.gpu import num_sms
 from attn_ops.ops.options import FP8
+from attn_ops.symbolic_sizes import guard_or_true
 
 CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
 """Ops of ``kernels/cuda/merge_states.py``."""
@@ -24,8 +26,8 @@ group of rows."""
 CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
-CUDA_DECODE_PAIRED_HEAD_DIM = 64
-"""Head dim of which a CTA of the CUDA decode kernel has two KV heads, if their number is even."""
+CUDA_DECODE_PAIR_BYTES = 128
+"""Of a token of one KV head, at most, where a CTA of the CUDA decode kernel has two, if their number is even."""
 
 CUDA_DECODE_PACKED_ROWS = (8, 16)
 """Query heads of a KV head that the CUDA decode kernels take."""
@@ -64,7 +66,7 @@ CUDA_MLA_SWAPPED_ROWS = (16, 32)
 class DecodeKey(NamedTuple):
     """A specialization of ``decode.cu``.
 
-    kv_heads     of a CTA
+    kv_heads     of a CTA, 1 or 2
     packed_rows  of a KV head, at most
     dtype        of the products, float16 with an FP8 cache
     fp8          dtype of an FP8 cache
@@ -77,16 +79,25 @@ class DecodeKey(NamedTuple):
     fp8: torch.dtype | None
 
     @classmethod
-    def of(cls, head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> DecodeKey:
+    def of(cls, head_dim: int, kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> DecodeKey:
         fp8 = kv_dtype if kv_dtype in FP8 else None
         packed_rows = next(rows for rows in CUDA_DECODE_PACKED_ROWS if group <= rows)
-        kv_heads = cuda_decode_kv_heads(head_dim, num_kv_heads)
         return cls(head_dim, kv_heads, packed_rows, torch.float16 if fp8 else dtype, fp8)
 
 
-def cuda_decode_kv_heads(head_dim: int, num_kv_heads: int) -> int:
-    """KV heads of a CTA of the CUDA decode kernel."""
-    return 2 if head_dim == CUDA_DECODE_PAIRED_HEAD_DIM and num_kv_heads % 2 == 0 else 1
+def cuda_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool) -> int:
+    """KV heads of a CTA of the CUDA decode kernel over a plan for 16-bit caches, or for FP8 ones."""
+    return 2 if head_dim * (1 if fp8 else 2) <= CUDA_DECODE_PAIR_BYTES and num_kv_heads % 2 == 0 else 1
+
+
+def planned_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool, num_ctas: int, device: torch.device) -> int:
+    """The same over a plan of ``num_ctas`` for each KV head.
+
+    A plan for 16-bit caches may serve an FP8 one. Its CTAs, of one KV head each, are all on the GPU at once: half as
+    many of two KV heads would leave SMs idle.
+    """
+    most, least = (cuda_decode_kv_heads(head_dim, num_kv_heads, of_fp8) for of_fp8 in (fp8, False))
+    return most if most == least or guard_or_true(num_ctas * num_kv_heads > num_sms(device)) else least
 
 
 class PrefillKey(NamedTuple):

@@ -27,6 +27,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_VECTOR,
     DecodeKey,
     PrefillKey,
+    cuda_decode_kv_heads,
     cuda_mla_keys,
     kv_loads,
     mla_by_tokens,
@@ -280,7 +281,9 @@ def cuda_decode(p: Problem) -> list[str]:
         (p.layout.joinable, UNJOINABLE),
         *_options(p, CUDA_DECODE_OPTIONS),
     ]
-    keys = [] if _failed(sizes) else [DecodeKey.of(dims[0], p.num_kv_heads, group, p.dtype, p.kv_dtype)]
+    # Of a CTA of plans for 16-bit and for FP8 caches, each of which may serve both.
+    kv_heads = {cuda_decode_kv_heads(dims[0], p.num_kv_heads, fp8) for fp8 in {False, p.kv_dtype in FP8}}
+    keys = [DecodeKey.of(dims[0], n, group, p.dtype, p.kv_dtype) for n in kv_heads if not _failed(sizes)]
     return _cuda(p, "decode", keys, checks)
 
 

@@ -39,6 +39,7 @@ class PlanSpec(NamedTuple):
     rows              query rows of every request, if all have the same number
     large_batch       query tiles are those of :func:`is_large_batch`
     general_decode    the calls are such that no CUDA kernel takes them, as with position encodings
+    fp8_decode        the cache of decode is FP8
     """
 
     decode: bool
@@ -56,6 +57,7 @@ class PlanSpec(NamedTuple):
     rows: int | None = None
     large_batch: bool = False
     general_decode: bool = False
+    fp8_decode: bool = False
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -167,7 +169,8 @@ class ResizablePlan:
         if spec.decode:
             split_size = max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size
             ctas = general_ctas_per_head(self.device, spec.num_kv_heads) if spec.general_decode else None
-            return DecodePlanner(capacity.batch, capacity.pages, fixed_split_size=split_size, num_ctas=ctas, **shared)
+            own = {"fixed_split_size": split_size, "num_ctas": ctas, "fp8_cache": spec.fp8_decode}
+            return DecodePlanner(capacity.batch, capacity.pages, **own, **shared)
         return PrefillPlanner(
             capacity.batch,
             capacity.rows,

@@ -266,14 +266,14 @@ def tiles_per_wave(problem: PlanProblem, max_splits: int) -> int:
     return max_splits // 2 if problem.head_dim_vo <= SMALL_HEAD_DIM else (2 * max_splits + 1) // 3
 
 
-def ctas_per_head(device: torch.device, problem: PlanProblem) -> int:
+def ctas_per_head(device: torch.device, problem: PlanProblem, fp8: bool) -> int:
     """Default ``num_ctas`` of a decode plan: CTAs that divide the work of one KV head, 1 on the CPU.
 
-    The CUDA kernel, where it takes these sizes, has one CTA per SM, of one or two KV heads.
+    The CUDA kernel, where it takes these sizes, has one CTA per SM, of one or two KV heads. ``fp8``: the cache is FP8.
     """
     num_kv_heads, group = problem.num_kv_heads, problem.num_qo_heads // problem.num_kv_heads
     if is_hopper(device) and has_cuda_decode(problem.head_dims, group, problem.page_size):
-        return _ctas_per_head(device, num_kv_heads // cuda_decode_kv_heads(problem.head_dim_vo, num_kv_heads), 1)
+        return _ctas_per_head(device, num_kv_heads // cuda_decode_kv_heads(problem.head_dim_vo, num_kv_heads, fp8), 1)
     return general_ctas_per_head(device, num_kv_heads)
 
 

@@ -9,8 +9,9 @@
 // 16 KB of keys and 16 KB of values. FP8 ones become float16 operands in registers; a bfloat16 query becomes float16
 // too, times a power of 2 for each head.
 //
-// A CTA has two KV heads of 64 where their number is even: a box of TMA has twice the bytes, and in NHD rows of both
-// heads follow each other in memory. With an FP8 cache one consumer would not keep up with memory.
+// A CTA has two KV heads where their number is even and a token of one has at most 128 bytes: heads of 64, and those of
+// 128 with an FP8 cache if the plan is for it. A box of TMA then has twice the bytes, and in NHD rows of both heads
+// follow each other in memory. With FP8 heads of 64 one consumer would not keep up with memory.
 //
 // Roles
 // -----

@@ -16,9 +16,9 @@ from torch import Tensor
 from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_HEAD_DIMS,
     CUDA_DECODE_PACKED_ROWS,
-    CUDA_DECODE_PAIRED_HEAD_DIM,
     DecodeKey,
     cuda_decode_kv_heads,
+    planned_decode_kv_heads,
 )
 from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem, num_slots
@@ -84,9 +84,10 @@ def _specialization(key: DecodeKey) -> Specialization:
 SPECIALIZATIONS = {
     key: _specialization(key)
     for dim in sorted(CUDA_DECODE_HEAD_DIMS)
-    for kv_heads in ((1, 2) if dim == CUDA_DECODE_PAIRED_HEAD_DIM else (1,))
+    for kv_heads in (1, 2)
     for packed_rows in CUDA_DECODE_PACKED_ROWS
     for types in (*((dtype, None) for dtype in DTYPES), *((torch.float16, fp8) for fp8 in FP8_TYPES))
+    if kv_heads <= cuda_decode_kv_heads(dim, kv_heads, types[1] is not None)
     for key in (DecodeKey(dim, kv_heads, packed_rows, *types),)
 }
 
@@ -108,7 +109,7 @@ def batch_decode(
     dim, page_size, eager, fp8 = problem.head_dim_vo, problem.page_size, is_eager(q), k_cache.dtype in FP8_TYPES
     group, num_ctas = problem.num_qo_heads // problem.num_kv_heads, p.cta_indptr.shape[0] - 1
     token, head = PAGED_DIMS[kv_layout]
-    kv_heads = cuda_decode_kv_heads(dim, problem.num_kv_heads)
+    kv_heads = planned_decode_kv_heads(dim, problem.num_kv_heads, fp8, num_ctas, q.device)
     box = box_of_pages(page_size, tile_tokens(dim, kv_heads, fp8))
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
         paged_map(
@@ -122,7 +123,7 @@ def batch_decode(
         for t in (k_cache, v_cache)
     )
     launch(
-        SPECIALIZATIONS[DecodeKey.of(dim, problem.num_kv_heads, group, q.dtype, k_cache.dtype)],
+        SPECIALIZATIONS[DecodeKey.of(dim, kv_heads, group, q.dtype, k_cache.dtype)],
         (problem.num_kv_heads // kv_heads, num_ctas),
         q=q,
         k=k,

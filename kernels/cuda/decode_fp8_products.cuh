@@ -13,6 +13,7 @@ namespace attn_ops {
 namespace {
 
 using Product = float[kPackedRows / 2];
+static_assert(kTokenBytes == kRowBytes);  // a token has one block of columns
 constexpr Fp8Type kKvType = KV_FP8 == 2 ? kFp8E5M2 : kFp8E4M3;
 
 DEVICE int column_of(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 * 2 + r; }
@@ -61,7 +62,8 @@ DEVICE void multiply(Product (&logits)[kTokenBlocks], uint32 keys, uint64 query)
 
 // O^T += V^T P^T. Of each 64 columns a warp has 16.
 DEVICE void multiply_add(Product (&output)[kColumnBlocks], uint32 values, uint64 probabilities) {
-  constexpr int kAtOnce = 4;  // of 32 tokens
+  constexpr int kAtOnce = kTile < 128 ? kTile / 32 : 4;  // of 32 tokens
+  static_assert(kTile % (32 * kAtOnce) == 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   Operand wide[kColumnBlocks][kTile / 32][2];  // not written again before the wait
 #pragma unroll

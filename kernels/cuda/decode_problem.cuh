@@ -30,6 +30,7 @@ constexpr int kGroupBytes = KV_HEADS * kHeadBytes;  // to the next 8 tokens
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;
 constexpr int kOperandBytes = kPackedRows * kOperandRowBytes;  // to the next 64 columns or tokens
 constexpr int kStagedRowBytes = kDim * 4 + 16;  // of a head of a result. By the 16, lanes store to different banks
+static_assert(kDim % 64 == 0 && kTile % 64 == 0 && (kPackedRows == 8 || kPackedRows == 16));
 static_assert(kTile / 8 <= 32);                 // boxes of a KV tile: a lane has one
 static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // a tensor map has one dimension for heads and rows
 enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // and those of the other consumers

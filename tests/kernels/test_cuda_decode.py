@@ -19,7 +19,7 @@ from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_o
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.harness import Setup
 
-from attn_ops.ops import unsupported
+from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 
 SHARED_PER_CTA, SHARED_PER_SM, RESERVED_PER_CTA = 227 << 10, 228 << 10, 1 << 10
@@ -77,13 +77,28 @@ def test_a_kv_tile_takes_the_products_of_its_packed_rows(key: tuple[Any, ...]) -
 @needs_nvrtc
 @needs_the_module
 @pytest.mark.parametrize(
-    ("dim", "kv_heads", "grid", "threads"),
-    [(128, 2, [2, 7, 1], 288), (64, 2, [1, 7, 1], 544), (64, 6, [3, 7, 1], 544), (64, 3, [3, 7, 1], 288)],
+    ("dim", "kv_heads", "grid", "threads", "fp8", "sms"),
+    [
+        (128, 2, [2, 7, 1], 288, False, 13),
+        (128, 2, [2, 7, 1], 288, True, 14),
+        (128, 2, [1, 7, 1], 544, True, 13),
+        (128, 3, [3, 7, 1], 288, True, 13),
+        (64, 2, [1, 7, 1], 544, False, 132),
+        (64, 6, [3, 7, 1], 544, True, 132),
+        (64, 3, [3, 7, 1], 288, False, 132),
+    ],
 )
 def test_the_grid_is_kv_heads_by_ctas_of_the_plan(
-    dim: int, kv_heads: int, grid: list[int], threads: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    dim: int,
+    kv_heads: int,
+    grid: list[int],
+    threads: int,
+    fp8: bool,
+    sms: int,
+    fake_driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of heads of 64 a CTA has two, if their number is even."""
+    """A CTA has two, if their number is even: of 64, and of 128 with an FP8 cache if one each do not run at once."""
     grids: list[tuple[Any, ...]] = []
     launch = decode.launch
 
@@ -93,8 +108,11 @@ def test_the_grid_is_kv_heads_by_ctas_of_the_plan(
 
     monkeypatch.setattr(decode, "launch", spy)
     monkeypatch.setattr(decode, "is_eager", lambda q: True)
+    monkeypatch.setattr(cuda_kernels, "num_sms", lambda device: sms)
     sizes: dict[str, Any] = {"kv_lens": (700, 20), "heads": (4 * kv_heads, kv_heads), "planner": {"num_ctas": 7}}
-    arguments = Setup("decode", Case("launch", dtype=torch.bfloat16, head_dims=(dim, dim), **sizes)).arguments
+    kv_dtype = torch.float8_e4m3fn if fp8 else None
+    case = Case("launch", dtype=torch.bfloat16, head_dims=(dim, dim), kv_dtype=kv_dtype, **sizes)
+    arguments = Setup("decode", case).arguments
     tensors = [arguments.pop(name) for name in ("q", "k_cache", "v_cache", "plan", "workspace")]
     decode.batch_decode(*tensors, **arguments)
     assert grids == [(grid, threads, 1)]
@@ -114,15 +132,16 @@ GOOD = Problem(
 
 
 F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-TAKEN: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+TAKEN: list[tuple[dict[str, Any], tuple[Any, ...] | list[tuple[Any, ...]]]] = [
     ({}, (128, 1, 8, BF16, None)),
     ({"num_qo_heads": 16}, (128, 1, 8, BF16, None)),
     ({"num_qo_heads": 18}, (128, 1, 16, BF16, None)),
     ({"num_qo_heads": 32}, (128, 1, 16, BF16, None)),
     ({"dtype": F16, "kv_dtype": F16, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 2, 8, F16, None)),
     ({"num_qo_heads": 15, "num_kv_heads": 5, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 1, 8, BF16, None)),
-    ({"kv_dtype": E4M3}, (128, 1, 8, F16, E4M3)),
-    ({"dtype": F16, "kv_dtype": E5M2}, (128, 1, 8, F16, E5M2)),
+    ({"kv_dtype": E4M3}, [(128, 1, 8, F16, E4M3), (128, 2, 8, F16, E4M3)]),
+    ({"dtype": F16, "kv_dtype": E5M2}, [(128, 1, 8, F16, E5M2), (128, 2, 8, F16, E5M2)]),
+    ({"num_qo_heads": 12, "num_kv_heads": 3, "kv_dtype": E4M3}, (128, 1, 8, F16, E4M3)),
     ({"page_size": 64}, (128, 1, 8, BF16, None)),
     ({"page_size": 272}, (128, 1, 8, BF16, None)),
     ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 1, 8, BF16, None)),
@@ -131,9 +150,12 @@ TAKEN: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("fields", "key"), TAKEN, ids=str)
-def test_calls_that_it_runs(fields: dict[str, Any], key: tuple[Any, ...], on_hopper: list[Specialization]) -> None:
+def test_calls_that_it_runs(
+    fields: dict[str, Any], key: tuple[Any, ...] | list[tuple[Any, ...]], on_hopper: list[Specialization]
+) -> None:
+    """Over an FP8 cache a CTA may have one KV head of 128 or two, by the plan."""
     assert unsupported.cuda_decode(replace(GOOD, **fields)) == []
-    assert on_hopper == [decode.SPECIALIZATIONS[key]]
+    assert on_hopper == [decode.SPECIALIZATIONS[one] for one in (key if isinstance(key, list) else [key])]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -284,29 +284,36 @@ def test_sizes_of_any_magnitude_travel_with_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "page_size", "hopper", "expected"),
+    ("heads", "dim", "page_size", "hopper", "expected", "fp8"),
     [
-        ((32, 8), 128, 16, True, 16),
-        ((32, 8), 64, 48, True, 32),
-        ((21, 7), 64, 48, True, 16),
-        ((48, 4), 128, 16, True, 32),
-        ((32, 32), 128, 16, True, 4),
-        ((256, 256), 128, 16, True, 1),
-        ((32, 8), 128, 16, False, 32),
-        ((32, 8), 128, 1, True, 32),
-        ((32, 8), 128, 8, True, 32),
-        ((32, 8), 256, 16, True, 32),
-        ((17, 1), 128, 16, True, 264),
+        ((32, 8), 128, 16, True, 16, 32),
+        ((32, 8), 64, 48, True, 32, 32),
+        ((21, 7), 64, 48, True, 16, 16),
+        ((21, 7), 128, 48, True, 16, 16),
+        ((48, 4), 128, 16, True, 32, 64),
+        ((32, 32), 128, 16, True, 4, 8),
+        ((256, 256), 128, 16, True, 1, 1),
+        ((32, 8), 128, 16, False, 32, 32),
+        ((32, 8), 128, 1, True, 32, 32),
+        ((32, 8), 128, 8, True, 32, 32),
+        ((32, 8), 256, 16, True, 32, 32),
+        ((17, 1), 128, 16, True, 264, 264),
     ],
 )
 def test_decode_plans_have_one_cta_per_sm_for_the_cuda_kernel(
-    heads: tuple[int, int], dim: int, page_size: int, hopper: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int],
+    dim: int,
+    page_size: int,
+    hopper: bool,
+    expected: int,
+    fp8: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(sizing, "is_hopper", lambda device: hopper)
     problem = PlanProblem(page_size, *heads, dim, dim, 1000, 1)
-    assert sizing.ctas_per_head(torch.device("cuda"), problem) == expected
-    assert sizing.ctas_per_head(torch.device("cpu"), problem) == 1
+    assert [sizing.ctas_per_head(torch.device("cuda"), problem, cache) for cache in (False, True)] == [expected, fp8]
+    assert sizing.ctas_per_head(torch.device("cpu"), problem, False) == 1
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -314,7 +321,7 @@ def test_head_shards_size_ctas_and_workspace_for_one_rank(kind: str, monkeypatch
     """The plan is for the heads of all ranks; what is sized by default is for those of one."""
     sized: list[int] = []
     monkeypatch.setattr(
-        "attn_ops.planner.ctas_per_head", lambda _device, problem: sized.append(problem.num_kv_heads) or 3
+        "attn_ops.planner.ctas_per_head", lambda _device, problem, _fp8: sized.append(problem.num_kv_heads) or 3
     )
     monkeypatch.setattr(
         "attn_ops.planner.splits_per_head", lambda _device, problem, _tiles: sized.append(problem.num_kv_heads) or 4

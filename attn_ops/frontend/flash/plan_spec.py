@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attn_ops.frontend.flash.arguments import Window
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.plan.resizable import PlanSpec
 
 
@@ -51,4 +51,5 @@ def cache_spec(
 ) -> PlanSpec:
     """:func:`spec_of_sizes` of caches ``[places, page_size, num_kv_heads, head_dim]``."""
     head_dims = q.shape[-1] + (0 if qv is None else qv.shape[-1]), v.shape[-1]
-    return spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, decode=decode)
+    spec = spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, decode=decode)
+    return spec._replace(fp8_decode=decode and k.dtype in FP8)
