@@ -169,7 +169,7 @@ class ResizablePlan:
         if spec.decode:
             split_size = max(capacity.pages, 1) if spec.unsplit else spec.fixed_split_size
             ctas = general_ctas_per_head(self.device, spec.num_kv_heads) if spec.general_decode else None
-            own = {"fixed_split_size": split_size, "num_ctas": ctas, "fp8_cache": spec.fp8_decode}
+            own: dict[str, Any] = {"fixed_split_size": split_size, "num_ctas": ctas, "fp8_cache": spec.fp8_decode}
             return DecodePlanner(capacity.batch, capacity.pages, **own, **shared)
         return PrefillPlanner(
             capacity.batch,
