@@ -8,37 +8,32 @@
 namespace attn_ops {
 namespace {
 
-// Bits of the mask from bit `bit` on, WORDS words of 32.
+// 32 * WORDS bits from bit `bit` on, 0 outside of the mask.
 template <int WORDS>
-struct MaskBits {
-  const unsigned char* mask;
-  int64 bytes, byte;  // of the mask, and where its aligned word with the first bit begins
-  int shift;
-  bool inside;        // of the mask are all words
-
-  DEVICE MaskBits(const Problem& p, int64 bit) : mask(p.mask), bytes(p.mask_bytes) {
-    const int before = static_cast<int>(reinterpret_cast<uint64>(p.mask) % 4);  // bytes of the first aligned word
-    bit += before * 8;
-    byte = (bit >> 5) * 4 - before, shift = bit & 31;
-    inside = byte >= 0 && byte + 4 * (WORDS + 1) <= bytes;
-  }
-
-  // Aligned word `i`, of which bits outside of the mask are 0.
-  DEVICE uint32 aligned_word(int i) const {
-    if (inside) return reinterpret_cast<const uint32*>(mask + byte)[i];
-    uint32 word = 0;
-    for (int j = 0; j < 4; ++j) {
-      const int64 at = byte + 4 * i + j;
-      if (at >= 0 && at < bytes) word |= uint32(mask[at]) << 8 * j;
+DEVICE void load_bits(const Problem& p, int64 bit, uint32 (&bits)[WORDS]) {
+  const int before = static_cast<int>(reinterpret_cast<uint64>(p.mask) % 4);  // bytes of the first aligned word
+  bit += before * 8;
+  const int64 byte = (bit >> 5) * 4 - before;  // where the aligned word with the first bit begins
+  uint32 words[WORDS + 1];
+  if (byte >= 0 && byte + 4 * (WORDS + 1) <= p.mask_bytes) [[likely]] {
+    const uint32* from = reinterpret_cast<const uint32*>(p.mask + byte);
+#pragma unroll
+    for (int i = 0; i <= WORDS; ++i) words[i] = from[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i <= WORDS; ++i) {
+      words[i] = 0;
+#pragma unroll 1
+      for (int j = 0; j < 4; ++j) {
+        const int64 at = byte + 4 * i + j;
+        if (at >= 0 && at < p.mask_bytes) words[i] |= uint32(p.mask[at]) << 8 * j;
+      }
     }
-    return word;
   }
-
-  // The 32 bits that begin in aligned word `low`, which `high` follows.
-  DEVICE uint32 joined(uint32 low, uint32 high) const {
-    return static_cast<uint32>(((uint64(high) << 32) | low) >> shift);
-  }
-};
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i)
+    bits[i] = static_cast<uint32>(((uint64(words[i + 1]) << 32) | words[i]) >> (bit & 31));
+}
 
 // A bit for each of 32 tokens that is before token `end`.
 DEVICE uint32 tokens_before(int end) { return end >= 32 ? ~0u : end <= 0 ? 0 : (1u << end) - 1; }
@@ -76,20 +71,22 @@ DEVICE void store_mask(const Problem& p, const Unit& unit, Shared& shared) {
 }
 
 // One warp: of 32 * WORDS tokens from `token` on, those that a query row of the unit sees. Lane l has the bits of those
-// from 32 * (l % WORDS) on.
+// from 32 * (l % WORDS) on. Few rows see all tokens of most masks: then the others are not read.
 template <int WORDS>
 DEVICE uint32 seen_tokens(const Problem& p, const UnitMask& mask, int token) {
-  const int lane = threadIdx.x % 32, end = mask.end;
-  uint32 seen = 0;
+  const int lane = threadIdx.x % 32;
   token += lane % WORDS * 32;
-  for (int row = lane / WORDS; row < mask.rows; row += 32 / WORDS) {
-    const MaskBits<1> bits(p, mask.first + int64(row) * mask.stride + token);
-    seen |= bits.joined(bits.aligned_word(0), bits.aligned_word(1)) &
-            tokens_before(min(mask.high + row, end) - token) & ~tokens_before(mask.low + row - token);
-  }
+  const uint32 beyond = ~tokens_before(mask.end - token);
+  uint32 seen = 0;
+  for (int first = 0; first < mask.rows && __any_sync(~0u, (seen | beyond) != ~0u); first += 32 / WORDS) {
+    const int row = min(first + lane / WORDS, mask.rows - 1);
+    uint32 bits[1];
+    load_bits(p, mask.first + int64(row) * mask.stride + token, bits);
+    seen |= bits[0] & tokens_before(mask.high + row - token) & ~tokens_before(mask.low + row - token);
 #pragma unroll
-  for (int lanes = WORDS; lanes < 32; lanes *= 2) seen |= __shfl_xor_sync(~0u, seen, lanes);
-  return seen;
+    for (int lanes = WORDS; lanes < 32; lanes *= 2) seen |= __shfl_xor_sync(~0u, seen, lanes);
+  }
+  return seen & ~beyond;
 }
 
 }  // namespace

@@ -73,18 +73,13 @@ DEVICE void mask(Logits& logits, const Rows& rows, const Problem& p, const UnitM
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = rows.low[r] + column - low;
-    const MaskBits<kTile / 32> bits(p, custom.first + int64(row) * custom.stride + first + column);
-    uint32 word = bits.aligned_word(0);
+    uint32 visible[kTile / 32];
+    load_bits(p, custom.first + int64(row) * custom.stride + first + column, visible);
 #pragma unroll
-    for (int i = 0; i < kTile / 32; ++i) {
-      const uint32 following = bits.aligned_word(i + 1), visible = bits.joined(word, following);
+    for (int i = 0; i < kTile / 8; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (!(visible >> (8 * j + c) & 1)) logits[4 * (4 * i + j) + 2 * r + c] = -kInfinity;
-      word = following;
-    }
+      for (int c = 0; c < 2; ++c)
+        if (!(visible[i / 4] >> (i % 4 * 8 + c) & 1)) logits[4 * i + 2 * r + c] = -kInfinity;
   }
 }
 #endif
