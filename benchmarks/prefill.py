@@ -39,21 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(p: PrefillProblem, backend: str) -> dict[str, Any]:
     row = p.row
-    options = {"causal": row.causal, "window_left": row.window_left, "logits_soft_cap": row.logits_soft_cap}
+    options: dict[str, Any] = {"causal": row.causal, "window_left": row.window_left}
+    options |= {"logits_soft_cap": row.logits_soft_cap, "mask": p.packed_mask()}
     return options | {"out_dtype": p.dtype if row.fp8_query else None, "backend": backend}
 
 
 def _paged(p: PrefillProblem, backend: str = "auto") -> Call:
-    planner = p.planner(paged=True)
+    planner, options = p.planner(paged=True), _options(p, backend)
     return lambda i: torch.ops.attn.batch_prefill(
-        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **_options(p, backend)
+        p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **options
     )[0]
 
 
 def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
-    planner = p.planner(paged=False)
+    planner, options = p.planner(paged=False), _options(p, backend)
     return lambda i: torch.ops.attn.ragged_prefill(
-        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, **_options(p, backend)
+        p.q, p.keys[i], p.values[i], planner.state, planner.workspace, **options
     )[0]
 
 

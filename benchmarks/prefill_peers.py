@@ -25,9 +25,15 @@ def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
     return copies  # type: ignore[return-value]
 
 
-def _refuse_window_and_cap(row: PrefillRow) -> None:
+def _refuse_options(row: PrefillRow) -> None:
+    _refuse_mask(row)
     if row.window_left >= 0 or row.logits_soft_cap:
         raise NotMeasuredError("it is measured without windows and soft caps")
+
+
+def _refuse_mask(row: PrefillRow) -> None:
+    if row.mask:
+        raise NotMeasuredError("it is measured without custom masks")
 
 
 def contiguous(prepare: Callable[..., Call]) -> Callable[..., Call]:
@@ -47,7 +53,7 @@ def sdpa(backend: SDPBackend) -> Prepare:
 
     def prepare(problem: PrefillProblem) -> Call:
         copies, row = _dense(problem), problem.row
-        _refuse_window_and_cap(row)
+        _refuse_options(row)
         if row.qo_lens != row.kv_lens:
             raise NotMeasuredError("its causal mask needs as many query rows as keys")
 
@@ -68,7 +74,7 @@ def flex(problem: PrefillProblem) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     copies = _dense(problem)
-    _refuse_window_and_cap(problem.row)
+    _refuse_options(problem.row)
     rows, keys = problem.row.equal_lengths or (0, 0)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -90,7 +96,7 @@ def varlen(problem: PrefillProblem) -> Call:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise NotMeasuredError("this torch has no torch.nn.attention.varlen") from error
-    _refuse_window_and_cap(problem.row)
+    _refuse_options(problem.row)
     options: dict[str, Any] = {"window_size": (-1, 0) if problem.row.causal else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
@@ -107,6 +113,7 @@ def varlen(problem: PrefillProblem) -> Call:
 def flash_attn_varlen(problem: PrefillProblem) -> Call:
     """``flash_attn_varlen_func`` on ragged KV: its pages are of 256 tokens and more."""
     function, row = flash_attn().flash_attn_varlen_func, problem.row
+    _refuse_mask(row)
     longest = max(row.qo_lens), max(row.kv_lens)
     options = {"causal": row.causal, "window_size": (row.window_left, -1), "softcap": row.logits_soft_cap}
 
@@ -128,6 +135,7 @@ def _options(problem: PrefillProblem) -> dict[str, Any]:
         "causal": row.causal,
         "window_left": row.window_left,
         "logits_soft_cap": row.logits_soft_cap,
+        "custom_mask": problem.mask,
     }
 
 
@@ -137,10 +145,12 @@ def _scales(problem: PrefillProblem) -> list[Tensor]:
     return [torch.ones(n, device=problem.device) for n in heads] if problem.row.fp8_query else []
 
 
-def _refuse_unequal_dtypes(backend: str, row: PrefillRow) -> None:
-    """Refuse at once what fa3 fails to compile: after a slow failure a peer is skipped in all later rows."""
+def _refuse_by_backend(backend: str, row: PrefillRow) -> None:
+    """Refuse at once what fa3 does not take or fails to compile: a peer that fails slowly is skipped in later rows."""
     if backend == "fa3" and row.fp8 != row.fp8_query:
         raise NotMeasuredError("fa3 does not compile for keys of another dtype than the query's")
+    if backend == "fa3" and row.mask:
+        raise NotMeasuredError("fa3 takes no custom masks")
 
 
 def flashinfer_paged(backend: str) -> Prepare:
@@ -148,7 +158,7 @@ def flashinfer_paged(backend: str) -> Prepare:
 
     def prepare(problem: PrefillProblem) -> Call:
         fi, row = flashinfer(), problem.row
-        _refuse_unequal_dtypes(backend, row)
+        _refuse_by_backend(backend, row)
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         wrapper.plan(
@@ -173,7 +183,7 @@ def flashinfer_ragged(backend: str) -> Prepare:
 
     def prepare(problem: PrefillProblem) -> Call:
         fi, row = flashinfer(), problem.row
-        _refuse_unequal_dtypes(backend, row)
+        _refuse_by_backend(backend, row)
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
         wrapper.plan(
@@ -194,7 +204,7 @@ def flashinfer_ragged(backend: str) -> Prepare:
 def flashinfer_persistent(problem: PrefillProblem) -> Call:
     """``BatchAttention``: chunks and single rows in one persistent kernel, paged."""
     fi, row = flashinfer(), problem.row
-    _refuse_window_and_cap(row)
+    _refuse_options(row)
     if row.fp8_query:
         raise NotMeasuredError("it is measured with 16-bit queries")
     wrapper = fi.BatchAttention("NHD", problem.device)

@@ -37,9 +37,32 @@ class PrefillProblem:
             [torch.cat([self.table.tokens(c, b, n) for b, n in enumerate(row.kv_lens)]) for c in caches]
             for caches in (self.k_caches, self.v_caches)
         )
+        self.visible = [self._visible(n, m, generator) for n, m in zip(row.qo_lens, row.kv_lens, strict=True)]
         self.kv_dtype = torch.float8_e4m3fn if row.fp8 else dtype
         for tensors in (self.k_caches, self.v_caches, self.keys, self.values):
             tensors[:] = [t.to(self.kv_dtype) for t in tensors]
+
+    def _visible(self, rows: int, keys: int, generator: torch.Generator) -> Tensor | None:
+        """The custom mask of a request, bool ``[rows, keys]``, if the row has one."""
+        if not self.row.mask:
+            return None
+        visible = torch.rand(rows, keys, generator=generator, device=self.device) < 0.5
+        visible[:, : keys - rows] = True
+        visible.diagonal(keys - rows).fill_(True)
+        return visible
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The custom mask of all requests, bool ``[sum(qo_lens * kv_lens)]``."""
+        return torch.cat([t.flatten() for t in self.visible if t is not None]) if self.row.mask else None
+
+    def packed_mask(self) -> Tensor | None:
+        """The same in bytes, as the ops take it."""
+        if self.mask is None:
+            return None
+        bits = [n * m for n, m in zip(self.row.qo_lens, self.row.kv_lens, strict=True)]
+        indptr = torch.tensor([0, *bits]).cumsum(0).to(self.device, torch.int32)
+        return torch.ops.attn.segment_packbits(self.mask, indptr, sum(-(-n // 8) for n in bits), bitorder="little")[0]
 
     def planner(self, paged: bool) -> attn_ops.PrefillPlanner:
         """A planner of exactly this batch, with its plan made."""
@@ -96,6 +119,9 @@ class PrefillProblem:
             if row.window_left >= 0:
                 masked |= key < last - row.window_left
             logits.masked_fill_(masked[:, None, None], -torch.inf)
+        visible = self.visible[b]
+        if visible is not None:
+            logits.masked_fill_(~visible[i][:, None, None], -torch.inf)
         return torch.einsum("nhgm,mhd->nhgd", logits.softmax(-1), v).flatten(1, 2)
 
 

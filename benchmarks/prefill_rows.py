@@ -24,6 +24,7 @@ class PrefillRow:
     fp8: bool = False  # keys and values
     fp8_query: bool = False
     paged_only: bool = False  # the row is about its page size: only implementations over paged KV are compared
+    mask: bool = False  # custom: a row sees all keys before the new ones, and a random half of these
 
     @property
     def batch(self) -> int:
@@ -36,7 +37,10 @@ class PrefillRow:
         return lengths.pop() if len(lengths) == 1 else None
 
     def flops(self) -> int:
-        """2 * num_qo_heads * (head_dim + head_dim_vo) operations for each query row and key that it sees."""
+        """2 * num_qo_heads * (head_dim + head_dim_vo) operations for each query row and key that it sees.
+
+        With a custom mask for each query row and key, as no KV tile is hidden whole.
+        """
         pairs = sum(self._visible(n, m) for n, m in zip(self.qo_lens, self.kv_lens, strict=True))
         return 2 * self.num_qo_heads * (self.head_dim + self.head_dim_vo) * pairs
 
@@ -93,18 +97,19 @@ def _prefill(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
     page_size: int = 16,
+    mask: bool = False,
 ) -> PrefillRow:
     size = f"{context // 1024}k" if context % 1024 == 0 else str(context)
     name = f"{batch} x {size}" if new == context else f"{batch} x ({new} new on {size})"
     name += "" if heads == (32, 8) else f", {heads[0]}/{heads[1]}"
     name += "" if dims == (128, 128) else f", head_dim {'/'.join(map(str, dict.fromkeys(dims)))}"
-    name += "" if causal else ", not causal"
+    name += ", custom mask" if mask else "" if causal else ", not causal"
     name += "" if window_left < 0 else f", window {window_left}"
     name += "" if logits_soft_cap == 0 else f", soft cap {logits_soft_cap:g}"
     name += "" if page_size == 16 else f", page {page_size}"
     lengths = (new,) * batch, (context,) * batch
-    row = PrefillRow(name, *lengths, goal, causal, *heads, *dims, page_size, window_left, logits_soft_cap)
-    return replace(row, paged_only=page_size != 16)
+    row = PrefillRow(name, *lengths, goal, causal and not mask, *heads, *dims, page_size, window_left, logits_soft_cap)
+    return replace(row, paged_only=page_size != 16, mask=mask)
 
 
 PREFILL_ROWS: tuple[PrefillRow, ...] = (
@@ -127,6 +132,9 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 8192, 8192, None, page_size=1),
     _prefill(8, 512, 8192, None, page_size=1),
     PrefillRow("1 x (2048 new on 8k) + 64 x (1 new on 2k)", (2048, *[1] * 64), (8192, *[2048] * 64), None),
+    _prefill(1, 8192, 8192, None, mask=True),
+    _prefill(32, 16, 4096, None, mask=True),
+    _prefill(8, 64, 8192, None, mask=True, page_size=1),
 )
 
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
 from attn_ops.kernels.cuda import mla
 from helpers import mla_cases
 from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
-from helpers.cuda_host.calls import FP8_KV, attend, mla_op, prefill_case, swapped
+from helpers.cuda_host.calls import FP8_KV, OPS, attend, mla_op, prefill_case, swapped
+from helpers.harness import Setup
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -419,6 +421,40 @@ MLA_TOKEN_FAULTS = TOKEN_FAULTS | {
 }
 
 
+MASK_FAULTS = {
+    "no bits of the requests before": Planted(
+        Fault(
+            "return {8 * bytes + int64(row - p.qo_indptr[request]) * stride, stride};",
+            "return {int64(row - p.qo_indptr[request]) * stride, stride};",
+        ),
+        "differs",
+    ),
+    "the mask of the query row before": Planted(
+        Fault(
+            "load_bits(p, custom.first + int64(row) * custom.stride + first + column, visible);",
+            "load_bits(p, custom.first + int64(row - 1) * custom.stride + first + column, visible);",
+        ),
+        "differs",
+    ),
+    "values that no row sees": Planted(Fault("zero_unseen(to, seen, lane);", ""), "differs"),
+    "values that the first rows do not see": Planted(
+        Fault(
+            "load_bits(p, mask.first + int64(row) * mask.stride + token, bits);",
+            "load_bits(p, mask.first + int64(row % 8) * mask.stride + token, bits);",
+        ),
+        "differs",
+    ),
+    "a mask is read before it is stored": Planted(
+        Fault(
+            "store_mask(mask_of(p, uniform(block.request), uniform(block.row)), shared);",
+            "const UnitMask made = mask_of(p, uniform(block.request), uniform(block.row));\n"
+            "if (threadIdx.x % 32 == 0) own_mask(shared) = made;",
+        ),
+        "race",
+    ),
+}
+
+
 def _faulty(planted: dict[str, Planted], name: str) -> Host:
     faults = [one.fault for one in planted.values()]
     return Host(sms=2, faults=faults, planted=1 + list(planted).index(name) if name else 0)
@@ -452,6 +488,16 @@ def test_faults_of_prefill_are_noticed(name: str) -> None:
     for case in cases:
         with noticed:
             attend("prefill", case, host)
+
+
+@pytest.mark.parametrize("name", ["", *MASK_FAULTS])
+def test_faults_of_custom_masks_are_noticed(name: str) -> None:
+    setup = Setup("ragged", prefill_case("mask", **SIZES, heads=(4, 2), masked=0.04))
+    hidden = torch.cat([~mask.any(0) for mask in setup.masks]).nonzero().flatten()
+    setup.fill_with_nan(hidden)
+    with _faulty(MASK_FAULTS, name).installed(), _noticed(MASK_FAULTS, name):
+        out, lse = OPS["ragged"](**setup.arguments)
+        setup.check(out, lse, **setup.tolerance("cuda"))
 
 
 @pytest.mark.parametrize("name", ["", *PREFILL_TOKEN_FAULTS])
