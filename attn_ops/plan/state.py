@@ -68,6 +68,12 @@ MAX_PUBLISHED_REQUESTS = 32768
 Larger plans are written by tensor operations, which publish nothing.
 """
 
+
+def is_published(max_batch: int) -> bool:
+    """Whether a kernel writes plans of this capacity, and publishes them: others may then read them early."""
+    return bool(max_batch <= MAX_PUBLISHED_REQUESTS)
+
+
 SPLIT_TILE_FIELDS = ("row", "rows", "slot", "slots")
 """Columns of ``PrefillPlan.split_tiles``, int32: first query row, query rows, first slot, number of slots."""
 

@@ -54,9 +54,6 @@ IS_REGULAR = getattr(_C, "is_regular", lambda out, lse: None)
 MAX_READ = 1 << 16
 """Numbers of an output that one thread reads. For more, PyTorch's reductions take several threads."""
 
-NO_LSE = torch.empty(0, dtype=torch.float32, device="cpu")
-"""Of calls that do not ask for it."""
-
 Result = tuple[Tensor, Tensor]
 """Output and natural LSE. Those of the kernel are ``[requests, heads, rows, ...]``."""
 
@@ -266,7 +263,7 @@ def _attend(
                 return None
     if last_shape is not None:
         out = out.view(last_shape)
-    lse = (lse * LOG2E).contiguous() if return_lse else NO_LSE
+    lse = (lse * LOG2E).contiguous() if return_lse else torch.empty(0, dtype=torch.float32)
     return (out if out.dtype == dtype else saturate(out, dtype)).contiguous(), lse
 
 

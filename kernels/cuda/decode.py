@@ -21,7 +21,7 @@ from attn_ops.ops.cuda_kernels import (
     planned_decode_kv_heads,
 )
 from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
-from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem, num_slots
+from attn_ops.plan.state import DecodePlan, PlanProblem, is_published, num_slots
 
 TILE_BYTES, STAGES = 16 << 10, 3
 """Of the keys of a KV tile, and of its values: ``kTileBytes``; and KV tiles of the ring, ``kStages`` of the source."""
@@ -157,7 +157,7 @@ def batch_decode(
         k_head_step=k_head_step,
         v_page_step=v_page_step,
         v_head_step=v_head_step,
-        early=bool(p.kv_len.shape[0] <= MAX_PUBLISHED_REQUESTS),
+        early=is_published(p.kv_len.shape[0]),
         combines=eager,
         query_type=OUT_TYPES[q.dtype],
         out_type=OUT_TYPES[out.dtype],

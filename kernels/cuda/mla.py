@@ -25,7 +25,7 @@ from attn_ops.ops.cuda_kernels import (
 )
 from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, mla_scale
 from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
-from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan, max_work_items, num_partials
+from attn_ops.plan.state import PlanProblem, PrefillPlan, is_published, max_work_items, num_partials
 
 LATENT, ROTARY = MLA_DIMS
 """Columns of the two parts of a key."""
@@ -217,7 +217,7 @@ def batch_mla(
         num_items=num_items,
         num_units=num_units,
         causal=o.causal,
-        early=bool(p.kv_len.shape[0] <= MAX_PUBLISHED_REQUESTS),
+        early=is_published(p.kv_len.shape[0]),
         **({"kv_type": FP8_TYPES[ckv_cache.dtype], "kv_scale": o.kv_scale} if fp8 else {}),
         out_type=0 if out.dtype == q_nope.dtype else OUT_TYPES[out.dtype],
     )

@@ -22,7 +22,7 @@ import triton.language as tl
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from torch import Tensor
 
-from attn_ops.plan.state import MAX_PUBLISHED_REQUESTS
+from attn_ops.plan.state import is_published
 
 
 @triton.jit
@@ -65,4 +65,4 @@ def read_plan_early(t: Tensor, max_batch: int) -> bool:
 
     The preceding kernel may be the one that writes the plan. The kernel is an image in packages.
     """
-    return supports_pdl(t, image=True) and max_batch <= MAX_PUBLISHED_REQUESTS
+    return supports_pdl(t, image=True) and is_published(max_batch)

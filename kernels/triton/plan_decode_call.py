@@ -12,7 +12,7 @@ from attn_ops.kernels.triton.plan_decode_fixed_split import plan_fixed_split
 from attn_ops.kernels.triton.plan_steps import COPY_PAGES
 from torch import Tensor
 
-from attn_ops.plan.state import KV_BLOCK, MAX_PUBLISHED_REQUESTS, DecodePlan, PlanProblem
+from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem, is_published
 
 
 def _arguments(
@@ -56,9 +56,9 @@ def plan_decode(
     *,
     seq_lens: Tensor | None = None,
 ) -> None:
-    """Fill ``plan``: by one kernel, above MAX_PUBLISHED_REQUESTS by tensor operations."""
+    """Fill ``plan``: by one kernel, or by tensor operations if it is too large to be published."""
     p = DecodePlan(*plan)
-    if p.kv_len.shape[0] > MAX_PUBLISHED_REQUESTS:
+    if not is_published(p.kv_len.shape[0]):
         plan_in_closed_form(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     fill = plan_fixed_split if PlanProblem.of(p.problem).split else plan_for_load_balance

@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attn_ops.plan.sizing import ctas_of_tile, planned_cluster_splits, tiles_per_wave
-from attn_ops.plan.state import INT32_MAX, KV_BLOCK, MAX_PUBLISHED_REQUESTS, PlanProblem, PrefillPlan
+from attn_ops.plan.state import INT32_MAX, KV_BLOCK, PlanProblem, PrefillPlan, is_published
 from attn_ops.symbolic_sizes import statically_known_true
 
 MIN_TILES, MAX_TILES = 32, 256
@@ -208,7 +208,7 @@ def plan_prefill(
     p = PrefillPlan(*plan)
     problem = PlanProblem.of(p.problem)
     max_batch, max_pages = p.kv_len.shape[0], p.kv_indices.shape[0]
-    if max_batch > MAX_PUBLISHED_REQUESTS:
+    if not is_published(max_batch):
         plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     block_batch = triton.next_power_of_2(max_batch)

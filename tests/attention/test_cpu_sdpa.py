@@ -331,3 +331,13 @@ def test_keys_that_are_converted_in_groups_of_heads(kind: str, monkeypatch: pyte
     monkeypatch.setattr(sdpa, "CONVERTED_ELEMENTS", 1)
     torch.testing.assert_close(setup.run("cpu"), expected, rtol=0, atol=0)
     setup.check(*expected)
+
+
+def test_calls_without_an_lse_share_no_tensor() -> None:
+    """A caller may use the empty one as an ``out=`` of other functions, which changes its size."""
+    setup = Setup("decode", DECODE_BASE)
+    arguments = setup.arguments | {"return_lse": False}
+    tensors = [arguments.pop(name) for name in ("q", "k_cache", "v_cache", "plan", "workspace")]
+    lse = torch.ops.attn.batch_decode(*tensors, **arguments, backend="cpu")[1]
+    torch.add(torch.ones(3), 1, out=lse)
+    assert torch.ops.attn.batch_decode(*tensors, **arguments, backend="cpu")[1].shape == (0,)
