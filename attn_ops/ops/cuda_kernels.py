@@ -116,7 +116,7 @@ class PrefillKey(NamedTuple):
     dtype: torch.dtype
     fp8: bool
     large_batch: bool
-    custom_mask: bool
+    custom_mask: bool = False
 
 
 def kv_loads(paged: bool, page_size: int) -> str:

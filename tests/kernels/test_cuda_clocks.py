@@ -17,6 +17,7 @@ from helpers.cuda_kernels import PTX_TYPES, check_syntax, compiled_parameters, d
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
+from attn_ops.ops.cuda_kernels import PrefillKey
 from benchmarks import clocks
 
 KV_LENS, TILES = (300, 64, 129), 5 + 1 + 3
@@ -25,8 +26,8 @@ KERNELS = {
     "mla": mla.SPECIALIZATIONS["mla", 128, 1, torch.bfloat16, False, False],
     "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16, False, False],
     "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True, False],
-    "prefill": prefill.SPECIALIZATIONS[128, 128, "pages", torch.bfloat16, False, False],
-    "prefill FP8": prefill.SPECIALIZATIONS[128, 128, "pages", torch.bfloat16, True, False],
+    "prefill": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False, False)],
+    "prefill FP8": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, True, False)],
 }
 
 

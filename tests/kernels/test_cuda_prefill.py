@@ -26,6 +26,7 @@ from torch import Tensor
 import attn_ops
 from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
+from attn_ops.ops.cuda_kernels import PrefillKey
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import KV_BLOCK
 
@@ -38,14 +39,16 @@ SPILL_BYTES = 80
 exponentials of a soft cap."""
 
 TOKENS_SPILL_BYTES = 96
-"""The same of images that copy tokens, whose producers spill some words too, of 32 registers."""
+"""The same of images that copy tokens or read a custom mask, whose producers spill some words too, of 32 registers."""
 
 
-def _spills(key: tuple[Any, ...]) -> tuple[int, int]:
+def _spills(key: PrefillKey) -> tuple[int, int]:
     """Loads and stores of spilled values in the softmax of a KV tile: sums of rows, and bounds of the mask.
 
-    Masked tiles alone load the bounds.
+    Masked tiles alone load the bounds. With a custom mask all tiles are masked, and more is loaded.
     """
+    if key.custom_mask:
+        return (9, 1)
     three_consumers = key[:2] == (64, 64) and not key[4]
     if key[:2] == (128, 128) and key[3] == E4M3:
         return (5, 0)  # the fifth is a sum
@@ -209,11 +212,11 @@ def disassembled() -> None:
 @needs_nvrtc
 @pytest.mark.usefixtures("disassembled")
 @pytest.mark.parametrize("key", prefill.SPECIALIZATIONS, ids=str)
-def test_registers_suffice_and_products_overlap_the_softmax(key: tuple[Any, ...]) -> None:
+def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> None:
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
     one, tile = prefill.SPECIALIZATIONS[key], prefill.tile_of(key)
     tokens = tile.tokens
-    assert usage_of(one).stack <= (TOKENS_SPILL_BYTES if key[2] == "tokens" else SPILL_BYTES)
+    assert usage_of(one).stack <= (TOKENS_SPILL_BYTES if key.loads == "tokens" or key.custom_mask else SPILL_BYTES)
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     beside_the_epilogue = ["1", "0"] if tile.queries > 1 else []  # last product; next unit's logits
@@ -255,7 +258,7 @@ def test_a_launch_has_a_cta_for_each_unit_up_to_one_for_each_sm(
         units = -(-rows // tile_rows) * 2 * -(-tile_rows * group // 128)
         assert fake_driver.array("grid", 3) == [min(units, SMS), 1, 1]
         settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
-        assert settings == [384, prefill.TILES[128, 128].shared_bytes(128, 128, 2), 1]
+        assert settings == [384, prefill.TILES[128, 128].shared_bytes(128, 128, 2, False), 1]
 
 
 @needs_nvrtc
@@ -283,6 +286,19 @@ def test_a_package_takes_any_number_of_rows(
     image = packaged_image(call, (50, 7, 1000), monkeypatch)
     assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v"]
     assert (image.function, len(image.maps)) == ("prefill", 3)
+
+
+@needs_nvrtc
+@needs_the_module
+def test_a_package_takes_a_mask_of_any_length(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+
+    def call(rows: Tensor) -> Tensor:
+        q, k = (torch.zeros(n, 2, 128).bfloat16() for n in (40, 300))
+        return prefill.single_prefill(q, k, k + 1, mask=rows.new_zeros(rows.shape[0], dtype=torch.uint8))[0]
+
+    image = packaged_image(call, (1500, 7, 20), monkeypatch)
+    assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v", "mask"]
 
 
 @needs_nvrtc
@@ -340,6 +356,8 @@ TAKEN: list[dict[str, Any]] = [
     {"num_qo_heads": 1024, "num_kv_heads": 1},
     {"out_dtype": torch.float8_e4m3fn, "options": ("out_dtype",)},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS))},
+    {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS - {"mask"}))},
+    {"options": ("mask",), "page_size": 1},
 ]
 
 
@@ -356,7 +374,9 @@ FP8_TAKEN: list[dict[str, Any]] = [
 def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == []
-    assert on_hopper == [prefill.SPECIALIZATIONS[128, 128, _loads(problem), problem.dtype, True, False]]
+    masked = "mask" in problem.options
+    key = PrefillKey(128, 128, _loads(problem), problem.dtype, True, False, masked)
+    assert on_hopper == [prefill.SPECIALIZATIONS[key]]
 
 
 FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -365,7 +385,7 @@ FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
-    ({"options": ("mask",)}, "it does not implement mask"),
+    ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
 ]
 
 
@@ -382,7 +402,7 @@ E4M3_TAKEN: list[dict[str, Any]] = [
     *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.FP8_TILES),
     {"page_size": 20},
     {"op": "ragged_prefill", "page_size": 0},
-    {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
+    {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS - {"mask"} | {"kv_scale"}))},
 ]
 
 
@@ -391,7 +411,7 @@ def test_calls_with_fp8_queries_that_it_runs(fields: dict[str, Any], on_hopper: 
     problem = replace(GOOD, **OF_E4M3 | fields)
     assert unsupported.cuda_prefill_e4m3(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    assert on_hopper == [prefill.SPECIALIZATIONS[(*dims, _loads(problem), problem.dtype, True, False)]]
+    assert on_hopper == [prefill.SPECIALIZATIONS[PrefillKey(*dims, _loads(problem), problem.dtype, True, False)]]
 
 
 E4M3_REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -415,9 +435,10 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_prefill(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    key = (*dims, _loads(problem), problem.dtype, False)
-    large_batch = [prefill.SPECIALIZATIONS[(*key, True)]] if dims == (128, 128) else []
-    assert on_hopper == [prefill.SPECIALIZATIONS[(*key, False)], *large_batch]
+    masked = "mask" in problem.options
+    sizes = (False, True) if dims == (128, 128) and not masked else (False,)
+    keys = [PrefillKey(*dims, _loads(problem), problem.dtype, False, large, masked) for large in sizes]
+    assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -431,7 +452,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
-    ({"options": ("mask",)}, "it does not implement mask"),
+    ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
     ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
     ({"options": ("kv_scale",)}, "it does not implement kv_scale"),
     ({"options": ("causal",), "context_ranks": 2}, "it does not implement causal on the keys of one rank"),

@@ -68,7 +68,7 @@ Programs = dict[tuple[int, bool, bool], Path]
 
 
 def _key(dim: int, paged: bool, large: bool) -> PrefillKey:
-    return PrefillKey(dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, large, False)
+    return PrefillKey(dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, large)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_divisions_by_multiplication_are_exact() -> None:
 
     For groups above 512 from group - 2 on: before that the quotient is 0, since it is monotonic.
     """
-    one = prefill.SPECIALIZATIONS[128, 128, "ragged", torch.bfloat16, False, False]
+    one = prefill.SPECIALIZATIONS[PrefillKey(128, 128, "ragged", torch.bfloat16, False, False)]
     of_groups, of_any = cuda_host.rows_of(cuda_host.program(one, DIVISIONS), ())
     for compared, differences in (of_groups, of_any):
         assert compared > 3_000_000

@@ -253,6 +253,37 @@ def test_fp8_keys_and_values_are_read_by_the_kernel_of_eager_calls(name: str, tm
     test_in_python(built, tmp_path)
 
 
+class Masked(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.attn.single_prefill(q, k, v, mask=mask, return_lse=True)
+
+
+def test_a_custom_mask_is_read_by_the_kernel_of_eager_calls(tmp_path: Path) -> None:
+    """At any address: a mask is not copied to an aligned one."""
+    generator, keys = torch.Generator("cuda").manual_seed(0), 512
+    calls = []
+    for rows in (200, 7, 90):
+        q, k, v = (
+            torch.randn(n, h, 128, generator=generator, device="cuda").bfloat16()
+            for n, h in ((rows, 8), (keys, 2), (keys, 2))
+        )
+        mask = torch.randint(0, 256, (rows * keys // 8,), generator=generator, device="cuda", dtype=torch.uint8)
+        calls.append([q, k, v, mask])
+    rows = torch.export.Dim("rows", min=1, max=1000)
+    shapes = ({0: rows}, {}, {}, {0: 64 * rows})
+    program = torch.export.export(Masked(), tuple(calls[0]), dynamic_shapes=shapes)
+    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "masked.pt2"), inductor_configs=quickly
+    )
+    with zipfile.ZipFile(package) as archive:
+        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert any(re.search(rb"(?<!\w)prefill_[0-9a-f]{8}", library) for library in libraries)
+    expected = [tuple(t.cpu() for t in Masked()(*call)) for call in calls]
+    _, results = cpp_runner.run_cases(package, calls, tmp_path)
+    _assert_equal(expected, list(results[: 2 * len(calls)]), "on a new thread")
+
+
 def _misaligned(t: Tensor) -> Tensor:
     """The same sizes, strides and contents one element further in memory."""
     storage = torch.zeros(t.numel() + 8, dtype=t.dtype, device=t.device)
