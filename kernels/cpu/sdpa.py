@@ -263,7 +263,7 @@ def _attend(
                 return None
     if last_shape is not None:
         out = out.view(last_shape)
-    lse = (lse * LOG2E).contiguous() if return_lse else torch.empty(0, dtype=torch.float32)
+    lse = (lse * LOG2E).contiguous() if return_lse else out.new_empty(0, dtype=torch.float32)
     return (out if out.dtype == dtype else saturate(out, dtype)).contiguous(), lse
 
 

@@ -78,12 +78,13 @@ def _lines(op: str, arguments: dict[str, Any]) -> dict[str, str]:
         _prefill(page_size=8, heads=(7, 1)),
         _prefill(window_left=20, window_right=5, causal=False),
         _prefill(storage="fused"),
+        _prefill(masked=0.5),
         _mla(),
         _mla(page_size=192, dtype=torch.float16, causal=True),
         _mla(kv_dtype=E4M3, kv_scale=torch.ones(2)),
         _mla(kv_dtype=E5M2, tile_rows=1),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, Any]]) -> None:
     kernel = MLA if call[0] == "batch_mla" else PREFILL
@@ -122,7 +123,6 @@ def test_pages_have_any_size(call: tuple[str, dict[str, Any]], kernel: str) -> N
         (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
         (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
         (_prefill(pos_encoding="ALIBI"), "does not implement pos_encoding"),
-        (_prefill(masked=0.5), "does not implement mask"),
         (_prefill(kv_scale=(1.0, 2.0)), "does not implement kv_scale"),
         (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),
         (_mla(dtype=torch.float32), "not a 16-bit dtype"),
@@ -269,7 +269,7 @@ def test_fp8_queries_are_multiplied_in_fp8(kind: str, options: dict[str, Any]) -
 def test_other_fp8_queries_are_converted(options: dict[str, Any], reason: str) -> None:
     """The kernel that converts keys and values gets them in float16, and so does the general kernel."""
     call = _prefill(dtype=E4M3, **options)
-    assert _chosen(*call) == (FP8_PREFILL if "head_dims" in options else GENERAL)
+    assert _chosen(*call) == (GENERAL if "pos_encoding" in options else FP8_PREFILL)
     assert reason in _lines(*call)[E4M3_PREFILL]
 
 
