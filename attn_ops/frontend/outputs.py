@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_ops.eager.interposition import check_no_grad, is_traced
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype
-from attn_ops.ops.options import FP8
+from attn_ops.ops.options import FP8, saturate
 from attn_ops.typed import check_no_overlap
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
@@ -115,8 +115,8 @@ class OutputSpec(NamedTuple):
             out = out.float() * scale
         elif scale != 1.0:
             out = out * scale
-        if dtype != out.dtype and dtype in FP8:  # PyTorch does not saturate all of them: float8_e5m2 gets infinities
-            out = out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+        if dtype != out.dtype and dtype in FP8:
+            out = saturate(out, dtype)
         if self.rows_shape is not None:
             out = out.view(*self.rows_shape, *out.shape[1:])
         if self.out is not None:

@@ -106,6 +106,14 @@ MLA_HEAD_DIMS = (sum(MLA_DIMS), MLA_DIMS[0])
 """Its ``(head_dim_qk, head_dim_vo)``."""
 
 
+def saturate(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """``out`` in another dtype. A number beyond the range of an FP8 dtype becomes its largest.
+
+    PyTorch does not saturate all of them: in float8_e5m2 such a number becomes infinite.
+    """
+    return out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype) if dtype in FP8 else out.to(dtype)
+
+
 def softmax_scale(sm_scale: float | None, head_dim: int) -> float:
     """The factor of the logits of queries and keys with ``head_dim`` elements: ``sm_scale``, or its default."""
     return 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale

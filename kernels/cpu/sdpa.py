@@ -25,12 +25,11 @@ from attn_ops.kernels.cpu import schedule
 from attn_ops.kernels.cpu.readers import Reader, Take, View
 from attn_ops.kernels.cpu.schedule import BatchSizes, KernelCall, KeyBounds, Steps
 from attn_ops.kernels.reference.append import as_nhd, bits
-from attn_ops.kernels.reference.attention import saturate
 from torch import Tensor
 
 from attn_ops.eager.captured_call import _C
 from attn_ops.eager.checked_call import Bases
-from attn_ops.ops.options import LOG2E, AttentionOptions, mla_scale, softmax_scale
+from attn_ops.ops.options import LOG2E, AttentionOptions, mla_scale, saturate, softmax_scale
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu

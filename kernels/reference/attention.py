@@ -17,7 +17,7 @@ from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import FP8, LOG2E, AttentionOptions, softmax_scale
+from attn_ops.ops.options import LOG2E, AttentionOptions, saturate, softmax_scale
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import any_zero, guard_or_true
@@ -191,11 +191,6 @@ def _without_keys(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, opts: Atten
     out, lse = allocate(q, k, v, return_lse=return_lse, out_dtype=opts.out_dtype)
     sinks = opts.sinks if return_lse else None
     return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks * LOG2E)
-
-
-def saturate(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 ``out`` in ``dtype``. A number beyond the range of an FP8 dtype becomes its largest."""
-    return out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype) if dtype in FP8 else out.to(dtype)
 
 
 def _groups(work: Tensor, elements: int) -> Sequence[Tensor]:

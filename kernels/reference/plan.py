@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from attn_ops.plan.page_table import kv_lengths
 from attn_ops.plan.sizing import (
     ctas_of_tile,
     fixed_split_counts,
@@ -51,8 +52,7 @@ from attn_ops.plan.state import (
 
 def _kv_lengths(kv_indptr: Tensor, last: Tensor, page_size: int, max_pages: int) -> Tensor:
     """KV tokens of each request; inconsistent entries are clamped, as the kernels do."""
-    pages = kv_indptr.clamp(0, max_pages).diff().clamp(min=0)
-    return torch.where(pages > 0, (pages - 1) * page_size + last.clamp(1, page_size), 0)
+    return kv_lengths(kv_indptr.clamp(0, max_pages).diff().clamp(min=0), last, page_size)
 
 
 def _pad(x: Tensor, length: int, value: int | Tensor) -> Tensor:
