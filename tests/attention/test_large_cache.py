@@ -165,3 +165,19 @@ def test_pages_beyond_2_to_the_31_give_the_bits_of_a_small_cache() -> None:
         plan = planner.plan(torch.tensor([0, 15, 40]), torch.arange(40) + first, torch.tensor([3, 64]))
         results.append(torch.ops.attn.batch_decode(q, used, used, plan, planner.workspace, backend="triton")[0])
     assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_mask_of_more_than_2_32_bits(backend: str) -> None:
+    rows, tokens = 66_000, 66_003
+    assert rows * tokens > 2**32
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(n, 1, 64, generator=g, device="cuda").half() for n in (rows, tokens, tokens))
+    mask = torch.randint(0, 256, (-(-rows * tokens // 8),), generator=g, device="cuda", dtype=torch.uint8)
+    out, lse = torch.ops.attn.single_prefill(q, k, v, mask=mask, return_lse=True, backend=backend)
+    for row in (0, 2**31 // tokens, 2**32 // tokens, rows - 1):
+        bit = row * tokens + torch.arange(tokens, device="cuda")
+        visible = (mask[bit // 8] >> (bit % 8).to(torch.uint8) & 1).bool().cpu()[None]
+        expected = Expected.of([(q[row : row + 1].cpu(), k.cpu(), v.cpu(), visible)])
+        expected.check(out[row : row + 1].cpu(), lse[row : row + 1].cpu())
