@@ -24,13 +24,14 @@ _lock = threading.Lock()
 
 
 def _preparing() -> Sequence[Future[Any]]:
-    """Triton's driver with the version of its assembler, and the hash of Triton."""
-    with _lock:  # threads that ask at the same time start it once
+    """What is prepared: threads that ask at the same time start it once."""
+    with _lock:
         return _start()
 
 
 @functools.cache  # one entry for the life of the process
 def _start() -> Sequence[Future[Any]]:
+    """Triton's driver with the version of its assembler, and the hash of Triton."""
     try:
         from triton.compiler import make_backend
         from triton.runtime import driver
