@@ -230,6 +230,20 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
     return {"k": k, "v": v, "kv_rows": x.kv_rows, "box": box, **steps}
 
 
+def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
+    """The arguments of FP8 keys and values. An FP8 query is of their dtype."""
+    if x.k.dtype not in FP8:
+        return {}
+    return {"kv_scale": kv_scale, **({} if x.q.dtype in FP8 else {"kv_type": FP8_TYPES[x.k.dtype]})}
+
+
+def mask_arguments(mask: Tensor | None, plan: PrefillPlan | None) -> dict[str, Any]:
+    """The arguments of a packed custom mask."""
+    if mask is None:
+        return {}
+    return {"mask": mask, "mask_bytes": mask.shape[0], "kv_len": None if plan is None else plan.kv_len}
+
+
 def query_map(q: Tensor, group: int) -> TensorMap:
     """The map of queries. A box has 64 packed rows; if a group does not divide them, the kernel does not load it."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
@@ -260,24 +274,16 @@ def launch_tiles(
     large_batch = for_large_batches(dims, fp8, custom_mask, packed_rows)
     key = PrefillKey(*dims, loads, x.q.dtype, fp8, large_batch, custom_mask)
     tile = tile_of(key)
-    of_kv = kv_arguments(x, loads, page_size, tile)
-    if fp8:
-        of_kv["kv_scale"] = o.kv_scale
-        if x.q.dtype not in FP8:
-            of_kv["kv_type"] = FP8_TYPES[x.k.dtype]
-    of_mask: dict[str, Any] = {}
-    if o.mask is not None:
-        kv_len = None if plan is None else plan.kv_len
-        of_mask = {"mask": o.mask, "mask_bytes": o.mask.shape[0], "kv_len": kv_len}
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows))
     launch(
         SPECIALIZATIONS[key],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
         q_map=query_map(x.q, group),
-        **of_kv,
+        **kv_arguments(x, loads, page_size, tile),
+        **fp8_arguments(x, o.kv_scale),
+        **mask_arguments(o.mask, plan),
         sinks=o.sinks,
-        **of_mask,
         out=out,
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
