@@ -92,6 +92,20 @@ SPECIALIZATIONS = {
 }
 
 
+def cache_arguments(
+    k_cache: Tensor, v_cache: Tensor, problem: PlanProblem, kv_layout: str, kv_heads: int
+) -> dict[str, Any]:
+    """The arguments of keys and values, of which a CTA has ``kv_heads``."""
+    token, head = PAGED_DIMS[kv_layout]
+    tokens = tile_tokens(problem.head_dim_vo, kv_heads, k_cache.dtype in FP8_TYPES)
+    arguments: dict[str, Any] = {"box": box_of_pages(problem.page_size, tokens)}
+    for name, t in (("k", k_cache), ("v", v_cache)):
+        strides, sizes = (t.stride(0), t.stride(token), t.stride(head)), (problem.num_kv_heads, problem.page_size)
+        one, page_step, head_step = paged_map(t, strides, *sizes, arguments["box"], heads_of_box=kv_heads)
+        arguments |= {name: one, f"{name}_page_step": page_step, f"{name}_head_step": head_step}
+    return arguments
+
+
 def batch_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -106,28 +120,14 @@ def batch_decode(
     o, p = AttentionOptions(**options), DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
     out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=o.out_dtype)
-    dim, page_size, eager, fp8 = problem.head_dim_vo, problem.page_size, is_eager(q), k_cache.dtype in FP8_TYPES
-    group, num_ctas = problem.num_qo_heads // problem.num_kv_heads, p.cta_indptr.shape[0] - 1
-    token, head = PAGED_DIMS[kv_layout]
-    kv_heads = planned_decode_kv_heads(dim, problem.num_kv_heads, fp8, num_ctas, q.device)
-    box = box_of_pages(page_size, tile_tokens(dim, kv_heads, fp8))
-    (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        paged_map(
-            t,
-            (t.stride(0), t.stride(token), t.stride(head)),
-            problem.num_kv_heads,
-            page_size,
-            box,
-            heads_of_box=kv_heads,
-        )
-        for t in (k_cache, v_cache)
-    )
+    dim, num_kv_heads, eager, fp8 = problem.head_dim_vo, problem.num_kv_heads, is_eager(q), k_cache.dtype in FP8_TYPES
+    group, num_ctas = problem.num_qo_heads // num_kv_heads, p.cta_indptr.shape[0] - 1
+    kv_heads = planned_decode_kv_heads(dim, num_kv_heads, fp8, num_ctas, q.device)
     launch(
         SPECIALIZATIONS[DecodeKey.of(dim, kv_heads, group, q.dtype, k_cache.dtype)],
-        (problem.num_kv_heads // kv_heads, num_ctas),
+        (num_kv_heads // kv_heads, num_ctas),
         q=q,
-        k=k,
-        v=v,
+        **cache_arguments(k_cache, v_cache, problem, kv_layout, kv_heads),
         sinks=o.sinks,
         kv_scale=o.kv_scale,
         out=out,
@@ -151,12 +151,7 @@ def batch_decode(
         stride_q_row=q.stride(0),
         stride_q_head=q.stride(1),
         group=group,
-        page_size=page_size,
-        box=box,
-        k_page_step=k_page_step,
-        k_head_step=k_head_step,
-        v_page_step=v_page_step,
-        v_head_step=v_head_step,
+        page_size=problem.page_size,
         early=is_published(p.kv_len.shape[0]),
         combines=eager,
         query_type=OUT_TYPES[q.dtype],
