@@ -70,7 +70,7 @@ def too_long(where: str, tokens: int, capacity: int, table: str | None, pages: s
     fail(PageTableError, where, shown, f"at most {capacity}", fix)
 
 
-def check_pages(
+def check_block_table(
     where: str, name: str, table: Tensor, tokens: Tensor, page_size: int, pages: int, first: Tensor
 ) -> None:
     """A block table on the host names ``pages`` of the cache where tokens ``first`` to ``tokens`` of a request are.
@@ -89,14 +89,14 @@ def check_pages(
 def check_host_pages(
     where: str, name: str, table: Tensor, seq_lens: Any, page_size: int, pages: int, window_left: int = -1
 ) -> None:
-    """:func:`check_pages` of a table and lengths that are both on the host, as far as the last row of a request sees.
+    """:func:`check_block_table` of a table and lengths on the host, as far as the last row of a request sees.
 
     Pages before its window may be free. Lengths that the call refuses are left to it.
     """
     if isinstance(seq_lens, Tensor) and seen(table) and seen(seq_lens) and seq_lens.numel() == table.shape[0]:
         tokens = seq_lens.reshape(-1, 1).long()
         first = tokens - 1 - window_left if window_left >= 0 else torch.zeros_like(tokens)
-        check_pages(where, name, table, tokens, page_size, pages, first)
+        check_block_table(where, name, table, tokens, page_size, pages, first)
 
 
 def rank_keys(
@@ -160,7 +160,7 @@ def on_device(
     return tables.to(device), seq_lens.to(device)
 
 
-def uniform_rows(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
+def query_row_offsets(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
     """:func:`uniform_indptr` of a query of so many ``rows``; None for one row per request, which is decode."""
     if rows != batch * q_len:
         fail(

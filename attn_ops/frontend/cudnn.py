@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
-from attn_ops.frontend.block_tables import TableNames, block_table, lengths, uniform_rows
+from attn_ops.frontend.block_tables import TableNames, block_table, lengths, query_row_offsets
 from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table_call, ragged_call
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
@@ -114,7 +114,7 @@ def cudnn_batch_decode_with_kv_cache(
     assert block_tables is not None
     positive(where, q_len_per_req=q_len_per_req)
     tables = block_table(where, "block_tables", block_tables, q.device)
-    rows = uniform_rows(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
+    rows = query_row_offsets(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
     even = torch.arange(tables.shape[0] + 1, device="cpu") * q_len_per_req
     per_row = (q.shape[1] * q.shape[2], q.stride(0)), (q.shape[1] * v_cache.shape[-1],)
     _check_offsets(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, refuse_with, required
-from attn_ops.frontend.block_tables import block_table, rank_keys, uniform_rows
+from attn_ops.frontend.block_tables import block_table, query_row_offsets, rank_keys
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import table_of_latents
 from attn_ops.frontend.kv_cache import latent, pages_of_one
@@ -64,7 +64,7 @@ class _LatentDecode(NamedTuple):
         where, query = self.where, self.query
         if self.cum_seq_lens_q is not None:
             return cumulative(where, "cum_seq_lens_q", self.cum_seq_lens_q, batch, "query", query), True
-        uniform_rows(where, query.shape[0], batch, 1, query.device)
+        query_row_offsets(where, query.shape[0], batch, 1, query.device)
         return uniform_indptr(query.shape[0], query.shape[1], query.device), query.shape[1] > 1
 
     def execute(self) -> Any:

@@ -28,7 +28,7 @@ from attn_ops.frontend.arguments import (
     refuse_with,
     required,
 )
-from attn_ops.frontend.block_tables import block_table, check_host_pages, rank_keys, uniform_rows
+from attn_ops.frontend.block_tables import block_table, check_host_pages, query_row_offsets, rank_keys
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import HeadTables, with_one_table
 from attn_ops.frontend.kv_cache import PagedCache, paged, paged_sizes
@@ -115,7 +115,7 @@ class _Decode(NamedTuple):
         if indptr is None:
             q_len = 1 if self.q_len_per_req is None else self.q_len_per_req
             positive(where, q_len_per_req=q_len)
-            rows = uniform_rows(where, query.shape[0], table.shape[0], q_len, device)
+            rows = query_row_offsets(where, query.shape[0], table.shape[0], q_len, device)
             added: int | Tensor = q_len
         else:
             ranked(where, "query", query, QUERY_DIMS)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
-from attn_ops.frontend.block_tables import TableNames, block_table, uniform_rows
+from attn_ops.frontend.block_tables import TableNames, block_table, query_row_offsets
 from attn_ops.frontend.kv_cache import paged, paged_sizes
 from attn_ops.frontend.masks import check_tree_mask, most_rows
 from attn_ops.frontend.one_shot import QUERY_DIMS, block_table_call, latent_call
@@ -105,7 +105,7 @@ def xqa(
     tables = block_table(where, "page_table", page_table, q.device)
     if q_cu_seq_lens is None:
         flat, q_len = _rows(where, q, q_seq_len)
-        qo_indptr = uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
+        qo_indptr = query_row_offsets(where, flat.shape[0], tables.shape[0], q_len, q.device)
     else:
         ranked(where, "q", q, QUERY_DIMS)
         flat, qo_indptr = q, cumulative(where, "q_cu_seq_lens", q_cu_seq_lens, tables.shape[0], "q", q)
@@ -181,7 +181,7 @@ def xqa_mla(
     _agree(where, page_size=(page_size, cache.shape[1]))
     flat, q_len = _rows(where, q, 1)
     tables = block_table(where, "page_table", page_table, q.device)
-    uniform_rows(where, flat.shape[0], tables.shape[0], q_len, q.device)
+    query_row_offsets(where, flat.shape[0], tables.shape[0], q_len, q.device)
     result = latent_call(
         where,
         (flat[..., :ckv], flat[..., ckv:], cache[..., :ckv], cache[..., ckv:]),

@@ -17,7 +17,7 @@ from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, PageTableError, ShapeError, fail
 from attn_ops.frontend.arguments import positive, required
-from attn_ops.frontend.block_tables import block_table, check_pages, lengths, too_long
+from attn_ops.frontend.block_tables import block_table, check_block_table, lengths, too_long
 from attn_ops.frontend.call_plans import BlockTables
 from attn_ops.frontend.flash.calls import FlashCall, Result
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
@@ -226,7 +226,7 @@ class CacheBatch(NamedTuple):
         self._check_number(where, capacity)
         after = host.after(where, capacity)
         padding, name = self._check_leftpad(where, host), self.table_name or "block_table"
-        check_pages(where, name, table, after[:, None], self.spec.page_size, self.places, padding)
+        check_block_table(where, name, table, after[:, None], self.spec.page_size, self.places, padding)
 
     def _check_leftpad(self, where: str, host: CacheBatch) -> Tensor:
         """int32 ``[batch, 1]`` on the host: padding, which ends where the cache does at the latest."""
