@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.compiler import is_compiling
 
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import _C
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
-from attn_ops.eager.prepared_call import OP_CACHES, Undispatched, call_cache, insert
+from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched, call_cache
 
 
 class Bases(NamedTuple):
@@ -52,8 +53,8 @@ class CheckedCalls(Undispatched):
 
     def __init__(self, name: str, check: Check) -> None:
         self.name, self.check = name, check
-        self._entries: dict[Hashable, Callable[..., Any]] = {}
-        self._passed: dict[Hashable, Callable[..., Any]] = {}
+        self._entries: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(MAX_ENTRIES)
+        self._passed: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(MAX_ENTRIES)
         self.passes: Callable[..., Any] = self._check
         self.op: Callable[..., Any] = self._uncached
         self.direct: Callable[..., Any] = self._dispatched
@@ -73,7 +74,7 @@ class CheckedCalls(Undispatched):
     def _on_unchecked(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.check(args, kwargs)
         if key is not None:
-            insert(self._passed, key, _passed)
+            self._passed.insert(key, _passed)
 
     def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         return self.check(args, kwargs)(*args, **kwargs)
@@ -81,7 +82,7 @@ class CheckedCalls(Undispatched):
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function: Callable[..., Any] = self.check(args, kwargs)
         if key is not None:
-            insert(self._entries, key, function)
+            self._entries.insert(key, function)
         return function(*args, **kwargs)
 
 

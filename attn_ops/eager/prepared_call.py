@@ -18,7 +18,6 @@ written, and ops pass through the dispatcher.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import _C, CapturedCall, Launch, index_of, is_available, outputs_of
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_entry import dispatched
@@ -38,15 +38,6 @@ TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
-
-
-def insert(entries: dict[Any, Any], key: Hashable, entry: Any) -> bool:
-    """Into a cache of at most :data:`MAX_ENTRIES`. Whether it was full: all other entries are evicted then."""
-    full = len(entries) >= MAX_ENTRIES
-    if full:
-        entries.clear()
-    entries[key] = entry
-    return full
 
 
 def call_cache(
@@ -140,12 +131,10 @@ class OpCache(Undispatched):
 
     def __init__(self, name: str, check: Check, first_call: FirstCall) -> None:
         self.name, self.check, self.first_call = name, check, first_call
-        self._entries: dict[Hashable, Any] = {}
         self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         """For each entry, the tensors of its plans, with callbacks that evict the entry."""
-        self._lock = threading.RLock()
-        """Of both. A callback may run while its thread holds it."""
-        self._direct_entries: dict[Hashable, Any] = {}
+        self._entries: BoundedCache[Hashable, Any] = BoundedCache(MAX_ENTRIES, self._plans)
+        self._direct_entries: BoundedCache[Hashable, Any] = BoundedCache(MAX_ENTRIES)
         self.op: Callable[..., Any] = self._uncached
         self.planned: Callable[..., Any] = self._dispatched
         self.direct: Callable[..., Any] = self._dispatched
@@ -171,7 +160,7 @@ class OpCache(Undispatched):
             return self._dispatched(*args, **kwargs)
         result, captured = self.first_call(args, converted)
         prepared_call = captured and captured.bind(arguments, unpack=not isinstance(result, tuple))
-        insert(self._direct_entries, key, prepared_call or self._dispatched)
+        self._direct_entries.insert(key, prepared_call or self._dispatched)
         return result
 
     def _on_miss(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -183,9 +172,8 @@ class OpCache(Undispatched):
         prepared_call = captured.bind(arguments, plans, unpack=not isinstance(result, tuple))
         if prepared_call is None:
             return result
-        with self._lock:  # another thread that clears both must not clear one before this insertion and one after it
-            if insert(self._entries, key, prepared_call):
-                self._plans.clear()
+        with self._entries.lock:  # another thread must not clear both between these insertions
+            self._entries.insert(key, prepared_call)
             self._plans[key] = [weakref.ref(t, lambda _: self._evict(key)) for t in plans]
         return result
 
@@ -395,7 +383,7 @@ def _not_repeated(_: tuple[Tensor, ...]) -> Any:
 
 def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
     """Its entries take the tensors of a call. If one returns NotImplemented, the call runs as written."""
-    entries: dict[Hashable, Any] = {}
+    entries: BoundedCache[Hashable, Any] = BoundedCache(MAX_ENTRIES)
     first_call = _first_prepared_call if on_cuda else _first_bound_call
 
     def on_miss(key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -403,7 +391,7 @@ def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
         if key is None or has_gradients(arguments):
             return executable.execute()
         result, entry = first_call(executable, arguments, constants)
-        insert(entries, key, entry or _not_repeated)
+        entries.insert(key, entry or _not_repeated)
         return result
 
     return call_cache(entries, on_miss, INTERPOSITION_CHECKS, on_cuda=on_cuda, of_method=of_method, takes_tensors=True)

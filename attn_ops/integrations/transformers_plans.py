@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import current_stream
@@ -67,7 +68,7 @@ class Lease:
 
 class _Free(threading.local):
     def __init__(self) -> None:
-        self.plans: dict[Hashable, Free] = {}
+        self.plans: BoundedCache[Hashable, Free] = BoundedCache(MAX_SIZES)
         """By their sizes."""
 
 
@@ -91,9 +92,9 @@ def plan(
         where = None if places is None else (places.begin is None, *places[1:])
         mask = keywords["causal"], keywords["window_size"]
         sizes = device, current_stream(device), batch, *heads, page_size, where, mask
-        if sizes not in _free.plans and len(_free.plans) >= MAX_SIZES:
-            _free.plans.clear()
-        free = _free.plans.setdefault(sizes, [])
+        free = _free.plans.get(sizes)
+        if free is None:
+            free = _free.plans.insert(sizes, [])
     if free:
         metadata, table = free.pop()
         if places is not None and places.begin is not None:

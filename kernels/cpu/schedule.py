@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import itemgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.contents import contents
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
@@ -227,7 +228,7 @@ def of_plan(plan: DecodePlan | PrefillPlan, batch: BatchSizes) -> Iterator[Kerne
 
 T = TypeVar("T")
 
-_KEPT: dict[Hashable, tuple[object, ...]] = {}
+_KEPT: BoundedCache[Hashable, tuple[Any, ...]] = BoundedCache(MAX_PLANS)
 
 
 class Steps(Generic[T]):
@@ -246,11 +247,9 @@ class Steps(Generic[T]):
             return self._make(plan)
         steps = _KEPT.get((self, numbers))
         if steps is None:
-            if len(_KEPT) >= MAX_PLANS:
-                _KEPT.clear()
             with torch.inference_mode(False):  # other calls take them too
-                steps = _KEPT[self, numbers] = self._make(plan)
-        return steps  # type: ignore[return-value]
+                steps = _KEPT.insert((self, numbers), self._make(plan))
+        return steps
 
     def _make(self, plan: Sequence[Tensor]) -> tuple[T, ...]:
         return tuple(map(self.make, of_plan(self.kind(*plan), self.batch)))

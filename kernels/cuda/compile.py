@@ -12,13 +12,14 @@ import logging
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from attn_ops.kernels.cuda import disk_cache, nvrtc, prebuilt
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.nvrtc import CompilerError
+
+from attn_ops.eager.bounded_cache import BoundedCache
 
 LOG = logging.getLogger(__name__)
 
@@ -96,10 +97,8 @@ def compiler() -> tuple[str, Compile | None]:
     return f"nvcc {hashlib.sha256(shown.encode()).hexdigest()[:16]}", functools.partial(_by_nvcc, path)
 
 
-_compiled: dict[tuple[str, tuple[str, ...]], bytes | CompilerError] = {}
+_compiled: BoundedCache[tuple[str, tuple[str, ...]], bytes | CompilerError] = BoundedCache(MAX_COMPILED)
 """By file and options: what was compiled or read, or why it cannot be compiled."""
-
-_lock = threading.Lock()
 
 
 def cubin_of(specialization: Specialization) -> bytes:
@@ -111,13 +110,8 @@ def cubin_of(specialization: Specialization) -> bytes:
     at = specialization.kernel.source, options(specialization)
     found = _compiled.get(at)
     if found is None:
-        with _lock:
-            found = _compiled.get(at)
-            if found is None:
-                found = _get(specialization)
-                if len(_compiled) >= MAX_COMPILED:
-                    _compiled.clear()
-                _compiled[at] = found
+        with _compiled.lock:  # one thread compiles at a time
+            found = _compiled.get(at) or _compiled.insert(at, _get(specialization))
     if isinstance(found, CompilerError):
         raise CompilerError(str(found))  # a new one: an exception keeps the frames of every time that it is raised
     return found

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.eager import launches
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch
 from attn_ops.native.images import (
     ALIGNMENT,
@@ -32,10 +33,10 @@ from attn_ops.native.images import (
 )
 from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
 
-_loaded: dict[tuple[Any, ...], Any] = {}
+_loaded: BoundedCache[tuple[Any, ...], Any] = BoundedCache(MAX_LOADED)
 """Loaded kernels by specialization, device, parameters that are null, and tensor maps.
 
-An insertion beyond ``MAX_LOADED`` first drops all entries. Their GPU code stays loaded: CUDA graphs may refer to it.
+The GPU code of entries that are dropped stays loaded: CUDA graphs may refer to it.
 """
 
 
@@ -62,10 +63,7 @@ def launch(specialization: Specialization, grid: Sequence[Any], /, **arguments: 
     key = specialization, device, tuple([p.kind == "null" for p in parameters]), maps
     loaded = _loaded.get(key)
     if loaded is None:
-        loaded = load(_image(specialization, parameters, maps), device)
-        if len(_loaded) >= MAX_LOADED:
-            _loaded.clear()
-        _loaded[key] = loaded
+        loaded = _loaded.insert(key, load(_image(specialization, parameters, maps), device))
     tensors = tuple([t for _, t in _pointed(specialization, values) if t is not None])
     integers, floats = _scalars(specialization, values)
     launches.run(Launch(loaded, tensors, (*[*grid, 1, 1][:3], *integers), tuple(floats)), device)

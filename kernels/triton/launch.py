@@ -36,6 +36,7 @@ from torch._subclasses import FakeTensor
 from triton.runtime.jit import JITFunction
 
 from attn_ops.eager import launches
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.gpu import compute_capability
@@ -135,14 +136,12 @@ def _parameters(kernel: Any) -> Parameters:
     return Parameters(tuple(specialized), tuple(scalars), operator.itemgetter(*constants or [slice(0)]))
 
 
-_kernel_cache: dict[tuple[Any, ...], tuple[Any, Layout] | None] = {}
-"""Images and their layout by kernel, device, specialization, constants and options; None: Triton launches the kernel.
+_kernel_cache: BoundedCache[tuple[Any, ...], tuple[Any, Layout] | tuple[()]] = BoundedCache(MAX_LOADED)
+"""Images and their layout by kernel, device, specialization, constants and options; empty: Triton launches the kernel.
 
-An insertion beyond ``MAX_LOADED`` first drops all entries. Their GPU code stays loaded, since CUDA graphs may refer to
-it. Triton keeps the compiled kernels, so a launch after that looks its kernel up there and loads it once more.
+The GPU code of entries that are dropped stays loaded, since CUDA graphs may refer to it. Triton keeps the compiled
+kernels, so a launch after that looks its kernel up there and loads it once more.
 """
-
-_MISSING: Any = object()
 
 
 def launch(kernel: Any, grid: Sequence[Any], options: Options = DEFAULT_OPTIONS, /, **arguments: Any) -> None:
@@ -187,18 +186,16 @@ def _class_of(x: Any) -> Any:
     return (x == 1, x % 16 == 0, _needs_64_bits(x)) if type(x) is int else x
 
 
-def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> tuple[Any, Layout] | None:
+def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> tuple[Any, Layout] | tuple[()]:
     """Load a compiled kernel and add it to the kernel cache. A CUDA graph capture may do so too."""
     if hasattr(compiled, "result"):  # of a program in Triton's AsyncCompileMode
         compiled = compiled.result()
     kernel, device, options = key[0], key[1], key[-1]
-    layout, entry = parameter_layout(compiled), None
-    if layout is not None:
-        entry = load(image.eager_image(compiled, layout, kernel.arg_names, values, options), device), layout
-    if len(_kernel_cache) >= MAX_LOADED:
-        _kernel_cache.clear()
-    _kernel_cache[key] = entry
-    return entry
+    layout = parameter_layout(compiled)
+    if layout is None:
+        return _kernel_cache.insert(key, ())
+    made = image.eager_image(compiled, layout, kernel.arg_names, values, options)
+    return _kernel_cache.insert(key, (load(made, device), layout))
 
 
 def _launch_direct(kernel: JITFunction[Any], grid: Sequence[int], values: tuple[Any, ...], options: Options) -> None:
@@ -218,11 +215,11 @@ def _launch_direct(kernel: JITFunction[Any], grid: Sequence[int], values: tuple[
             specialization.append(_class_of(value))
     wide = tuple([_needs_64_bits(values[i]) for i in parameters.scalars])
     key = (kernel, device, tuple(specialization), wide, parameters.constants(values), options)
-    entry = _kernel_cache.get(key, _MISSING)
-    if entry is _MISSING:  # another thread may empty the cache at any time
+    entry = _kernel_cache.get(key)
+    if entry is None:
         wait_until_prepared()
         entry = _insert(key, values, kernel.warmup(*values, grid=tuple(grid), **options.keywords()))
-    if entry is None:
+    if not entry:
         _launch_by_triton(kernel, grid, values, options)
         return
     loaded, layout = entry

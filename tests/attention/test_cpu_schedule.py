@@ -15,6 +15,8 @@ from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import Setup
 from helpers.oracle import Expected
 
+from attn_ops.eager.bounded_cache import BoundedCache
+
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 BASES = {"decode": DECODE_BASE, "prefill": PREFILL_BASE, "ragged": PREFILL_BASE}
@@ -30,7 +32,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return kernel_calls(*args)
 
     monkeypatch.setattr(schedule, "_kernel_calls", observed)
-    monkeypatch.setattr(schedule, "_KEPT", {})
+    monkeypatch.setattr(schedule, "_KEPT", BoundedCache(schedule.MAX_PLANS))
     return computed
 
 
@@ -72,7 +74,7 @@ def test_it_keeps_no_tensor_of_a_caller(planned: list[object]) -> None:
 
 
 def test_the_plans_that_are_kept_are_bounded(planned: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "MAX_PLANS", 2)
+    schedule._KEPT.limit = 2
     setups = [Setup("decode", replace(DECODE_BASE, kv_lens=(9, n))) for n in (1, 2, 3)]
     for setup in setups * 2:
         setup.check(*setup.run("cpu"))

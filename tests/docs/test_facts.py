@@ -88,6 +88,7 @@ def module_state(tree: ast.Module) -> Iterator[str]:
         node.name for node in tree.body if isinstance(node, ast.ClassDef) and "local" in map(name_of, node.bases)
     }
     containers = {"WeakValueDictionary", "WeakKeyDictionary", "ContextVar", "local", "dict", "list", "set"}
+    containers |= {"BoundedCache"}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and {"cache", "lru_cache"} & set(map(name_of, node.decorator_list)):
             yield node.name

@@ -12,7 +12,6 @@ from helpers.harness import Setup
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_ops.eager import prepared_call
 from attn_ops.eager.checked_call import CHECKED_CALLS, CheckedCalls, call_op
 from attn_ops.errors import AttnOpsError, GradientError
 
@@ -90,9 +89,9 @@ def test_a_refused_call_is_refused_again() -> None:
     assert not calls._entries
 
 
-def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_call, "MAX_ENTRIES", 3)
+def test_entries_are_bounded() -> None:
     op = Op()
+    op.calls._entries.limit = 3
     for n in range(10):
         assert op.is_checked(torch.zeros(n))
         assert len(op.calls._entries) <= 3

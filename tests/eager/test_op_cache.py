@@ -13,6 +13,7 @@ from helpers.native_launcher import STREAM
 from torch import Tensor
 
 from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import CapturedCall
 from attn_ops.eager.prepared_call import OpCache
 
@@ -259,9 +260,9 @@ def test_an_entry_is_evicted_with_any_tensor_of_its_plan(cached: tuple[Op, list[
     assert not op.cache._plans
 
 
-def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_call, "MAX_ENTRIES", 3)
+def test_the_cache_is_bounded() -> None:
     op, plan = Op(), [torch.zeros(1)]
+    op.cache._entries.limit = 3
     for scale in range(20):
         op(torch.ones(4), plan, scale=scale)
         assert len(op.cache._entries) == len(op.cache._plans) <= 3
@@ -270,16 +271,15 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_that_fill_the_cache_leave_no_entry_without_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread finds the cache full; another inserts before the first one has dropped the plans too."""
-    monkeypatch.setattr(prepared_call, "MAX_ENTRIES", 1)
     ops, plan, inserting = Op(), [torch.zeros(1)], threading.Event()
-    insert = prepared_call.insert
+    ops.cache._entries.limit = 1
+    clear = BoundedCache.clear
 
-    def slow_insert(*args: Any) -> bool:
-        full = insert(*args)
-        if full and threading.current_thread() is not other:
+    def slow_clear(entries: BoundedCache[Any, Any]) -> None:
+        clear(entries)
+        if threading.current_thread() is not other:
             inserting.set()
             other.join(0.3)  # it waits for this thread, or has inserted
-        return full
 
     def insert_another() -> None:
         inserting.wait()
@@ -288,7 +288,7 @@ def test_threads_that_fill_the_cache_leave_no_entry_without_its_plan(monkeypatch
     plan_of_other = [torch.zeros(1)]
     other = threading.Thread(target=insert_another)
     ops(torch.ones(4), plan, scale=0)
-    monkeypatch.setattr(prepared_call, "insert", slow_insert)
+    monkeypatch.setattr(BoundedCache, "clear", slow_clear)
     other.start()
     ops(torch.ones(4), plan, scale=1)
     other.join()

@@ -157,8 +157,7 @@ def test_a_kernel_is_compiled_when_preparation_has_ended(monkeypatch: pytest.Mon
     order: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(launch, "wait_until_prepared", lambda: order.append("waited"))
-    monkeypatch.setattr(launch, "_insert", lambda key, values, kernel: launch._kernel_cache.update({key: None}))
-    monkeypatch.setattr(launch, "_kernel_cache", {})
+    monkeypatch.setattr(launch, "_insert", lambda key, values, kernel: ())
     monkeypatch.setattr(launch, "_launch_by_triton", lambda *given: order.append("launched"))
     kernel: Any = Kernel()
     launch._launch_direct(kernel, (1,), (torch.zeros(4), None, torch.zeros(4), 7, 0.5, 16), launch.Options())

@@ -22,6 +22,7 @@ from attn_ops.kernels.cuda.compile import CompilerError, cubin_of, key_of, unava
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from helpers.cuda_kernels import needs_nvrtc
 
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.errors import BackendError
 from attn_ops.ops import backends, cuda_kernels, unsupported
 
@@ -50,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (sources / "add.cu").write_text(SOURCE)
     (sources / "constants.cuh").write_text(HEADER)
     monkeypatch.setattr(compile_module, "FOLDER", sources)
-    monkeypatch.setattr(compile_module, "_compiled", {})
+    monkeypatch.setattr(compile_module, "_compiled", BoundedCache(compile_module.MAX_COMPILED))
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
     monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "cache"))
     prebuilt.manifest.cache_clear()
@@ -75,7 +76,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(compile_module, "_compiled", {})
+    monkeypatch.setattr(compile_module, "_compiled", BoundedCache(compile_module.MAX_COMPILED))
     prebuilt.manifest.cache_clear()
 
 
@@ -225,8 +226,8 @@ def test_whatever_changes_the_cubin_compiles_again(
     assert len(compiled) == 2
 
 
-def test_the_kernels_in_memory_are_bounded(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_module, "MAX_COMPILED", 2)
+def test_the_kernels_in_memory_are_bounded(compiled: list[str]) -> None:
+    compile_module._compiled.limit = 2
     for i in range(5):
         cubin_of(_specialization(STEP=i))
         assert len(compile_module._compiled) <= 2

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.launches import capture_launches
 from attn_ops.native import packaged_launch
 from attn_ops.native.images import ImageSet, NoImageError, collect
@@ -59,7 +60,7 @@ BYTES = {"pointer": 8, "map": 8, "i32": 4, "i64": 8, "fp32": 4}
 def compiled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of these tests have no source."""
     monkeypatch.setattr(launch_module, "cubin_of", lambda specialization: b"cubin")
-    monkeypatch.setattr(launch_module, "_loaded", {})
+    monkeypatch.setattr(launch_module, "_loaded", BoundedCache(launch_module.MAX_LOADED))
 
 
 example = pytest.mark.usefixtures("compiled_elsewhere")
@@ -118,8 +119,8 @@ def test_a_kernel_is_loaded_once_for_its_nulls_and_maps(driver: FakeDriver) -> N
 
 @example
 @needs_the_module
-def test_the_loaded_kernels_are_bounded(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "MAX_LOADED", 2)
+def test_the_loaded_kernels_are_bounded(driver: FakeDriver) -> None:
+    launch_module._loaded.limit = 2
     for i in range(5):
         launch(Specialization(KERNEL, {"DIM": i}, threads=32), (1,), **_arguments())
         assert len(launch_module._loaded) <= 2
