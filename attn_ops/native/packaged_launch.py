@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_ops.native.images import ALIGNMENT, Image, ImageSet, TensorSpec
+from attn_ops.native.launch_arguments import LaunchArguments, operands
 from attn_ops.native.op import launch_image
 from attn_ops.symbolic_sizes import statically_known_true
 
@@ -23,15 +24,16 @@ def is_aligned(t: Tensor) -> bool:
 class PackagedTensors:
     """The tensors of a call, each once: outputs first, as the op takes them. Tensors without elements are left out.
 
-    named         parameters with their tensors; what is no tensor is ignored
+    arguments     what the launch gives the parameters of the kernel
     writes        the parameters that the kernel writes
     alignment_of  bytes that the address of a parameter's tensor must be a multiple of; the launcher checks it
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, Any]], writes: Sequence[str], alignment_of: Callable[[str, Tensor], int]
+        self, arguments: LaunchArguments, writes: Sequence[str], alignment_of: Callable[[str, Tensor], int]
     ) -> None:
-        tensors = [(n, t) for n, t in named if isinstance(t, Tensor) and not statically_known_true(t.numel() == 0)]
+        self.arguments = arguments
+        tensors = [(n, t) for n, t in arguments.named_tensors() if not statically_known_true(t.numel() == 0)]
         tensors.sort(key=lambda item: item[0] not in writes)
         written = {id(t) for n, t in tensors if n in writes}
         found: dict[int, tuple[str, Tensor, int]] = {}
@@ -47,14 +49,11 @@ class PackagedTensors:
         """The position of ``t`` in the call; None without elements."""
         return self._slots.get(id(t))
 
-    def launch(
-        self, images: ImageSet, image: Image, grid: Sequence[Any], scalars: Sequence[Any], floats: Sequence[float]
-    ) -> None:
-        """Trace a launch of ``image``, to which it gives the table of these tensors.
-
-        ``scalars`` are the integers of the parameters and of the tensor maps, in the order of the parameters.
-        """
+    def launch(self, images: ImageSet, image: Image, grid: Sequence[Any]) -> None:
+        """Trace a launch of ``image``, to which it gives the table of these tensors."""
+        _, integers, floats = operands(self.arguments.kinds, self.arguments.values, grid)
+        scalars = [int(n) if isinstance(n, bool) else n for n in integers[3:]]  # the op takes no bools
         sizes = [n for t in self.all for n in (*t.shape, *t.stride())]
         name = images.add(image._replace(tensors=self.specs))
         outputs, inputs = self.all[: self.num_outputs], self.all[self.num_outputs :]
-        launch_image(outputs, inputs, [*[*grid, 1, 1][:3], *sizes, *scalars], list(floats), name)
+        launch_image(outputs, inputs, [*integers[:3], *sizes, *scalars], list(floats), name)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.gpu import num_sms
+from attn_ops.native.images import MAP_TYPES, MapSpec
 
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 """Bytes of a swizzle -> its ``CUtensorMapSwizzle``."""
@@ -29,6 +30,10 @@ class TensorMap(NamedTuple):
     strides: Sequence[Any]
     box: tuple[int, ...]
     swizzle: int = 128
+
+    def spec(self, slot: int) -> MapSpec:
+        """The row of an image, for a base that is the tensor ``slot`` of a call."""
+        return MapSpec(slot, MAP_TYPES[self.base.dtype], SWIZZLES[self.swizzle], self.base.element_size(), self.box)
 
 
 class Kernel(NamedTuple):

@@ -41,6 +41,7 @@ from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.gpu import compute_capability
 from attn_ops.native.images import MAX_LOADED, collecting, load
+from attn_ops.native.launch_arguments import operands
 
 DIRECT_LAUNCH = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 """Triton releases in which the parameters of a compiled kernel are known (:mod:`.cubin`)."""
@@ -190,11 +191,11 @@ def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> tuple
     """Load a compiled kernel and add it to the kernel cache. A CUDA graph capture may do so too."""
     if hasattr(compiled, "result"):  # of a program in Triton's AsyncCompileMode
         compiled = compiled.result()
-    kernel, device, options = key[0], key[1], key[-1]
+    device, options = key[1], key[-1]
     layout = parameter_layout(compiled)
     if layout is None:
         return _kernel_cache.insert(key, ())
-    made = image.eager_image(compiled, layout, kernel.arg_names, values, options)
+    made = image.image_of(compiled, options, layout.arguments(values))
     return _kernel_cache.insert(key, (load(made, device), layout))
 
 
@@ -223,10 +224,7 @@ def _launch_direct(kernel: JITFunction[Any], grid: Sequence[int], values: tuple[
         _launch_by_triton(kernel, grid, values, options)
         return
     loaded, layout = entry
-    integers, floats = image.scalars_of(layout, values)
-    shape = (*grid, 1, 1)[:3]
-    made = Launch(loaded, image.tensors_of(layout, values), (*shape, *integers), tuple(floats))
-    launches.run(made, device)
+    launches.run(Launch(loaded, *operands(layout.kinds, layout.select(values), grid)), device)
 
 
 def _launch_by_triton(kernel: Any, grid: Sequence[Any], values: Sequence[Any], options: Options) -> None:

@@ -22,6 +22,7 @@ import attn_ops
 from attn_ops.eager import captured_call
 from attn_ops.native import packaged_launch
 from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
+from attn_ops.native.launch_arguments import operands
 
 pytest.importorskip("triton")
 from attn_ops.kernels.triton import decode_call, image, launch
@@ -75,9 +76,8 @@ class EagerLaunch(NamedTuple):
     def parameters(self) -> list[bytes]:
         """The bytes of the kernel's parameters."""
         made: list[bytes] = []
-        for i, kind in self.layout:
-            value = self.values[i]
-            if kind[0] == "*":
+        for kind, value in zip(self.layout.kinds, self.layout.select(self.values), strict=True):
+            if kind == "pointer":
                 made.append(struct.pack("q", value.data_ptr()))
             else:
                 made.append(struct.pack({"i32": "i", "i64": "q", "fp32": "f"}[kind], value))
@@ -160,11 +160,10 @@ def test_eager_calls_launch_as_the_kernel_asks(tmp_path: Path, monkeypatch: pyte
     captured_call._C.connect(str(libcuda.path))
     try:
         for one in eager:
-            made = image.eager_image(one.compiled, one.layout, one.names, one.values, one.options)
+            given = one.layout.arguments(one.values)
+            made = image.image_of(one.compiled, one.options, given)
             sizes = libcuda.sizes_of(made.parameters)
-            integers, floats = image.scalars_of(one.layout, one.values)
-            tensors = image.tensors_of(one.layout, one.values)
-            call = captured_call.Launch(load(made, 0), tensors, (*one.grid, *integers), tuple(floats))
+            call = captured_call.Launch(load(made, 0), *operands(given.kinds, given.values, one.grid))
             call.run(0, n.STREAM)
             _assert_launched(libcuda, one, sizes)
     finally:
