@@ -1,4 +1,4 @@
-"""What the library asks of a GPU: compute capability, SMs, shared memory.
+"""What the library asks of a GPU: alignment, compute capability, SMs, shared memory.
 
 Functions with a cache, of one entry for each device, are for eager calls: Dynamo traces through caches, with a warning.
 """
@@ -9,6 +9,13 @@ import functools
 from typing import Any
 
 import torch
+
+ALIGNMENT = 16
+"""Bytes of which addresses are multiples where kernels are compiled for that: the widest loads, and tensor maps, whose
+strides are such multiples too."""
+
+ALIGNMENT_MASK = ALIGNMENT - 1
+"""``not address & ALIGNMENT_MASK``: the address is aligned."""
 
 HOPPER = 9
 """Major compute capability of Hopper GPUs."""

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.gpu import ALIGNMENT_MASK
+
 _C: Any = None
 NATIVE_REASON = ""
 try:
     _C = importlib.import_module("attn_ops.native._C")
 except ImportError as error:
     NATIVE_REASON = f"not prepared, they take more host time: {error}; install with a C++ compiler"
-
-ALIGNMENT_MASK = 15
-"""Kernels are compiled for pointers that are multiples of 16 bytes: ``not pointer & ALIGNMENT_MASK``."""
 
 CONSTANT = -1
 """In the place of an argument, for a tensor that is the same in every call."""

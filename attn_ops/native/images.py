@@ -51,9 +51,6 @@ MAP_TYPES = {
 }
 """Element types of a tensor map: the values of ``CUtensorMapDataType``, which has none for FP8."""
 
-ALIGNMENT = 16
-"""Bytes of which addresses are multiples where kernels are compiled for that: the widest loads, and tensor maps."""
-
 OBJECT_PREFIX = "attn_ops_images_"
 """Of the names of object files with images."""
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ops.native.images import ALIGNMENT, Image, ImageSet, TensorSpec
+from attn_ops.gpu import ALIGNMENT
+from attn_ops.native.images import Image, ImageSet, TensorSpec
 from attn_ops.native.launch_arguments import LaunchArguments, operands
 from attn_ops.native.op import launch_image
 from attn_ops.symbolic_sizes import statically_known_true

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_ops.gpu import compute_capability
+from attn_ops.gpu import ALIGNMENT, compute_capability
 from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_HEAD_DIMS,
     CUDA_DECODE_PACKED_ROWS,
@@ -86,6 +86,7 @@ CPU_SDPA_OPTIONS = frozenset(
 POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right", "mask"})
 """Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
 
+UNALIGNED = f"rows are not aligned to {ALIGNMENT} bytes"
 UNMAPPABLE = "keys and values have no elements, several at one address, or strides too large for a tensor map"
 UNJOINABLE = "keys and values have too many elements for pages and heads in one coordinate of a tensor map"
 
@@ -196,7 +197,7 @@ def cuda_mla(p: Problem) -> list[str]:
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             _is_16_bit(p),
             (fp8 or p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
-            (p.layout.aligned, "rows are not aligned to 16 bytes"),
+            (p.layout.aligned, UNALIGNED),
             (p.layout.mappable or by_tokens, UNMAPPABLE),
             ((p.head_dim_qk, p.head_dim_vo) == MLA_HEAD_DIMS, "the head is not {} + {} wide".format(*MLA_DIMS)),
             *_options(p, CUDA_MLA_OPTIONS | ({"kv_scale"} if fp8 else set())),
@@ -237,7 +238,7 @@ def cuda_merge_states(p: Problem) -> list[str]:
             (p.dtype in FLOATS, f"it does not compute in {p.dtype}"),
             (0 < row_bytes <= most, f"rows of {row_bytes} bytes are not of 1 to {most}"),
             (row_bytes % CUDA_VECTOR == 0, f"rows of {row_bytes} bytes are not whole vectors of {CUDA_VECTOR}"),
-            (p.layout.aligned, f"rows are not aligned to {CUDA_VECTOR} bytes"),
+            (p.layout.aligned, UNALIGNED),
         ],
     )
 
@@ -276,7 +277,7 @@ def cuda_decode(p: Problem) -> list[str]:
         _is_16_bit(p),
         (p.kv_dtype in (p.dtype, *FP8), f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
         *sizes,
-        (p.layout.aligned, "rows are not aligned to 16 bytes"),
+        (p.layout.aligned, UNALIGNED),
         (p.layout.mappable, UNMAPPABLE),
         (p.layout.joinable, UNJOINABLE),
         *_options(p, CUDA_DECODE_OPTIONS),
@@ -310,7 +311,7 @@ def _cuda_prefill(
                 p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
                 f"it needs at most {CUDA_PREFILL_GROUP} query heads per KV head",
             ),
-            (p.layout.aligned, "rows are not aligned to 16 bytes"),
+            (p.layout.aligned, UNALIGNED),
             *of_dtypes,
             *_options(p, options),
         ],

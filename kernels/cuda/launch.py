@@ -19,8 +19,9 @@ from torch._subclasses import FakeTensor
 
 from attn_ops.eager import launches
 from attn_ops.eager.bounded_cache import BoundedCache
-from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch
-from attn_ops.native.images import ALIGNMENT, MAX_LOADED, Image, MapSpec, NoImageError, Parameter, collecting, load
+from attn_ops.eager.captured_call import Launch
+from attn_ops.gpu import ALIGNMENT, ALIGNMENT_MASK
+from attn_ops.native.images import MAX_LOADED, Image, MapSpec, NoImageError, Parameter, collecting, load
 from attn_ops.native.launch_arguments import LaunchArguments, operands
 from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
 

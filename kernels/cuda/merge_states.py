@@ -16,8 +16,6 @@ from attn_ops.ops.cuda_kernels import CUDA_MERGE_VECTORS, CUDA_VECTOR
 THREADS = CUDA_MERGE_VECTORS
 """``kThreads`` of the source. A row of a head has at most so many vectors."""
 
-VECTOR_BYTES = CUDA_VECTOR
-
 PART_STATES = 8
 """States of a part at least, which are loaded at once."""
 
@@ -95,7 +93,7 @@ def _sizes(v: Tensor, parts: int = 1) -> tuple[tuple[Any], dict[str, Any]]:
 
 def _vectors(v: Tensor) -> int:
     """Vectors of a row."""
-    return int(v.shape[-1]) * v.itemsize // VECTOR_BYTES
+    return int(v.shape[-1]) * v.itemsize // CUDA_VECTOR
 
 
 def _parts(v: Tensor) -> int:

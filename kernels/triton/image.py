@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.native.images import ALIGNMENT, Image, ImageSet, NoImageError, Parameter
+from attn_ops.gpu import ALIGNMENT
+from attn_ops.native.images import Image, ImageSet, NoImageError, Parameter
 from attn_ops.native.launch_arguments import LaunchArguments
 from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
 from attn_ops.symbolic_sizes import statically_known_true

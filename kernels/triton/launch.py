@@ -37,9 +37,9 @@ from triton.runtime.jit import JITFunction
 
 from attn_ops.eager import launches
 from attn_ops.eager.bounded_cache import BoundedCache
-from attn_ops.eager.captured_call import ALIGNMENT_MASK, Launch, is_available
+from attn_ops.eager.captured_call import Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.gpu import compute_capability
+from attn_ops.gpu import ALIGNMENT_MASK, compute_capability
 from attn_ops.native.images import MAX_LOADED, collecting, load
 from attn_ops.native.launch_arguments import operands
 

@@ -16,6 +16,7 @@ from attn_ops.eager import captured_call, prepared_call
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import CapturedCall
 from attn_ops.eager.prepared_call import OpCache
+from attn_ops.gpu import ALIGNMENT
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -223,6 +224,13 @@ def test_a_list_of_tensors_of_a_function_is_not_cached(fake_driver: FakeDriver) 
     cache = prepared_call.call_cache({}, lambda key, args, kwargs: key, on_cuda=True, takes_tensors=True)
     assert cache(torch.zeros(4), [1]) is not None
     assert cache(torch.zeros(4), [torch.zeros(4)]) is None
+
+
+def test_the_key_contains_the_alignment_that_kernels_are_compiled_for() -> None:
+    op, plan, storage = Op(), [torch.zeros(1)], torch.zeros(64, dtype=torch.uint8)
+    start = -storage.data_ptr() % ALIGNMENT
+    multiples, others = ([op(storage[start + ahead :][:8], plan) for ahead in (n, n + ALIGNMENT)] for n in (0, 1))
+    assert (multiples, others) == ([False, True], [False, True])
 
 
 def test_the_key_contains_capture(fake_driver: FakeDriver) -> None:

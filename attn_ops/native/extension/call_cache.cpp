@@ -12,6 +12,7 @@ struct CallCache {
 };
 
 enum class Argument : uint64_t { kOption, kPlan, kTuple, kTensor };
+constexpr uint64_t kAlignment = 16;  // ALIGNMENT of attn_ops/gpu.py. A key has four bits for what is beyond a multiple
 constexpr size_t kMaxWords = 384, kMaxOptions = 2 * kMaxTensors;
 
 struct NotCacheable {};
@@ -64,7 +65,7 @@ struct Arguments {
     DLTensor t;
     if (num_tensors == kMaxTensors || torch.exchange->view(tensor, &t) || (!t.strides && t.ndim)) throw NotCacheable();
     const uint64_t address = reinterpret_cast<uintptr_t>(t.data) + t.byte_offset;
-    const uint64_t alignment = address & 15;  // kernels are compiled for multiples of 16 bytes
+    const uint64_t alignment = address % kAlignment;
     // Calls that pass one tensor twice have keys of their own, so that their entries may take either.
     uint64_t first = 0;
     while (first < num_tensors && tensors[first] != tensor) ++first;

@@ -22,6 +22,7 @@ from attn_ops.errors import (
     dtype_name,
     fail,
 )
+from attn_ops.gpu import ALIGNMENT
 from attn_ops.ops import size_guards
 from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, PAGED_DIMS, AttentionOptions, bounded
@@ -240,16 +241,13 @@ class OpChecker:
         )
 
 
-TMA_BYTES = 16
-"""Tensor maps and vector loads take addresses and strides that are multiples of this."""
-
 MAX_COORDINATE = 1 << 31
 """What the coordinates of a tensor map are below."""
 
 MAX_STRIDE_BYTES = 1 << 40
 """What the strides of a tensor map are below."""
 
-MAX_JOINED_ELEMENTS = TMA_BYTES // 2 * MAX_COORDINATE
+MAX_JOINED_ELEMENTS = ALIGNMENT // 2 * MAX_COORDINATE
 """Elements of 16 bits that one coordinate reaches in the smallest steps, of 16 bytes."""
 
 
@@ -263,8 +261,8 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> Memory
 
     def misaligned(t: Tensor) -> bool:
         address = 0 if isinstance(t, FakeTensor) else t.data_ptr()
-        return bool(address % TMA_BYTES) or any(
-            guard_or_false(s * t.itemsize % TMA_BYTES != 0) for s in t.stride()[:-1]
+        return bool(address % ALIGNMENT) or any(
+            guard_or_false(s * t.itemsize % ALIGNMENT != 0) for s in t.stride()[:-1]
         )
 
     def unmappable(t: Tensor) -> bool:
