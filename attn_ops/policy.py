@@ -135,7 +135,6 @@ FLASH_ATTENTION = Policy(
         "num_splits": "the plan splits requests for load balance, which changes no more than rounding",
         "pack_gqa": "query heads of one KV head always share a tile",
         "sm_margin": _LAUNCH,
-        "qkv_dtype": "a plan does not depend on it",
         "has_softcap": "a plan does not depend on it",
     },
     unsupported={

@@ -172,9 +172,7 @@ class OpCache(Undispatched):
         prepared_call = captured.bind(arguments, plans, unpack=not isinstance(result, tuple))
         if prepared_call is None:
             return result
-        with self._entries.lock:  # another thread must not clear both between these insertions
-            self._entries.insert(key, prepared_call)
-            self._plans[key] = [weakref.ref(t, lambda _: self._evict(key)) for t in plans]
+        self._entries.insert(key, prepared_call, [weakref.ref(t, lambda _: self._evict(key)) for t in plans])
         return result
 
     def _evict(self, key: Hashable) -> None:

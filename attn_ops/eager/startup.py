@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _preparing() -> Sequence[Future[Any]]:

@@ -94,7 +94,7 @@ def planned_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool, num_cta
     """The same over a plan of ``num_ctas`` for each KV head.
 
     A plan for 16-bit caches may serve an FP8 one. Its CTAs, of one KV head each, are all on the GPU at once: half as
-    many of two KV heads would leave SMs idle.
+    many of two KV heads would leave SMs idle. Either runs every plan, so a symbolic ``num_ctas`` decides by its hint.
     """
     most, least = (cuda_decode_kv_heads(head_dim, num_kv_heads, of_fp8) for of_fp8 in (fp8, False))
     return most if most == least or guard_or_true(num_ctas * num_kv_heads > num_sms(device)) else least

@@ -42,13 +42,14 @@ DEVICE uint32 tokens_before(int end) { return end >= 32 ? ~0u : end <= 0 ? 0 : (
 DEVICE UnitMask mask_of(const Problem& p, int request, int row) {
   if (!p.kv_len) return {int64(row) * p.kv_rows, p.kv_rows};
   if (uint32(request) >= uint32(p.max_batch)) return {};
-  int64 bytes = 0;  // of the requests before
+  const auto wide = [](int x) { return uint64(int64(x)); };  // whose products wrap, for any contents of a plan
+  uint64 bytes = 0;                                          // of the requests before
   for (int b = threadIdx.x % 32; b < request; b += 32)
-    bytes += (int64(p.qo_indptr[b + 1] - p.qo_indptr[b]) * p.kv_len[b] + 7) / 8;
+    bytes += ((wide(p.qo_indptr[b + 1]) - wide(p.qo_indptr[b])) * wide(p.kv_len[b]) + 7) / 8;
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) bytes += __shfl_xor_sync(~0u, bytes, lanes);
   const int stride = p.kv_len[request];
-  return {8 * bytes + int64(row - p.qo_indptr[request]) * stride, stride};
+  return {int64(8 * bytes + (wide(row) - wide(p.qo_indptr[request])) * wide(stride)), stride};
 }
 
 // This warp's copy in shared memory, where it takes no registers.

@@ -107,8 +107,8 @@ struct Unit : Item {     // `start` to `end` are loaded. No unit follows if `cou
   int kv_head;
 };
 
-// The custom mask of a unit. `first` is the bit of its first query row and token 0, `stride` the bits of a row. Producer
-// V has the rest too: the query rows, of which row r sees tokens of [low + r, min(high + r, end)).
+// The custom mask of a unit. `first` is the bit of its first query row and token 0, `stride` the bits of a row.
+// Producer V has the rest too: the query rows, of which row r sees tokens of [low + r, min(high + r, end)).
 struct UnitMask {
   int64 first;
   int stride, rows, low, high, end;

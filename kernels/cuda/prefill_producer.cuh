@@ -143,11 +143,11 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
         boxes.following = load_page(unit, first + kPageLanes * box);
         boxes.next = 0;
       }
-      [[maybe_unused]] const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // inside of a box
 #if CUSTOM_MASK
       const uint32 seen = VALUES ? seen_tokens<kLoadedTile / 32>(p, own_mask(shared), first) : 0;
       const bool zero = VALUES && __any_sync(~0u, seen != ~0u);
 #else
+      const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // inside of a box
       const bool zero = VALUES && (ends || (first == unit.start && unit.hidden));
 #endif
       const uint32 loaded = tiles.full + tile % Tiles::kFullBarriers * 8, barrier = zero ? staging : loaded;

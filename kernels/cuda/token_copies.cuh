@@ -60,8 +60,9 @@ struct TileTokens {
   }
 
   // One warp: of all tokens BLOCKS * ROW_BYTES bytes, as rows of a swizzled tile, zeros from the end on and for the
-  // tokens 32 i to 32 i + 31 whose bits in `seen(i)` are 0. A group of 8 tokens is at `group(number)`, and its next block of columns BLOCK_BYTES further. As many lanes as a row has chunks
-  // of 16 bytes have as many consecutive tokens. The warp reconverges first: diverged, it would issue each copy twice.
+  // tokens 32 i to 32 i + 31 whose bits in `seen(i)` are 0. A group of 8 tokens is at `group(number)`, and its next
+  // block of columns BLOCK_BYTES further. As many lanes as a row has chunks of 16 bytes have as many consecutive
+  // tokens. The warp reconverges first: diverged, it would issue each copy twice.
   template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group, class Seen>
   DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group, Seen seen) const {
     constexpr int kChunks = ROW_BYTES / 16, kAtOnce = ADDRESSES < kChunks ? ADDRESSES : kChunks;

@@ -23,6 +23,7 @@ from attn_ops.flash_attn import (
     get_scheduler_metadata,
 )
 from attn_ops.frontend import call_plans, shared_plans
+from attn_ops.plan.state import PlanProblem
 
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="lengths on the host")
 
@@ -303,6 +304,26 @@ def test_layers_use_the_given_metadata(q_len: int, plans: list[str]) -> None:
     for _ in range(3):
         step.check(step.run(made))
     assert plans == ["BlockTables"]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_metadata_and_calls_plan_for_the_dtype_of_the_cache(
+    kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def ctas_per_head(device: torch.device, problem: PlanProblem, fp8: bool) -> int:
+        asked.append(fp8)
+        return 3
+
+    monkeypatch.setattr(call_plans, "ctas_per_head", ctas_per_head)
+    step = Pages()
+    k, v = (t.to(kv_dtype) for t in step.r.cache())
+    options = {"cache_seqlens": step.seqlens, "block_table": step.table, "causal": True}
+    made = step.metadata(qkv_dtype=kv_dtype)
+    planned, given = (flash_attn_with_kvcache(step.q, k, v, **options, scheduler_metadata=x) for x in (None, made))
+    assert asked == [kv_dtype == torch.float8_e4m3fn] * 2
+    assert torch.equal(planned, given)
 
 
 def test_metadata_of_varlen_calls_over_pages(plans: list[str]) -> None:

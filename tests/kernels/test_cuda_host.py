@@ -261,11 +261,13 @@ def test_the_counter_of_units_is_0_again_and_one_that_was_not_heals() -> None:
             assert plan.queue[0] == 0 or number < 0
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_plans_of_random_extremes_stay_within_the_tensors(seed: int) -> None:
+@pytest.mark.parametrize("masked", [None, 0.5])
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_of_random_extremes_stay_within_the_tensors(seed: int, masked: float | None) -> None:
     """A result means nothing then: several work items may have the same rows."""
     kind = ("prefill", "ragged")[seed % 2]
-    setup = Setup(kind, _case("extremes", **SPLIT | F16_64, causal=seed % 3 == 0, padding=2))
+    causal = seed % 3 == 0 and masked is None
+    setup = Setup(kind, _case("extremes", **SPLIT | F16_64, causal=causal, masked=masked, padding=2))
     arguments = random_plan(setup.arguments, seed)
     with Host(sms=2, seed=seed).installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_call, "combine_split_tiles", lambda *_, **__: None)

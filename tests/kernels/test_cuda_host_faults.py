@@ -424,8 +424,8 @@ MLA_TOKEN_FAULTS = TOKEN_FAULTS | {
 MASK_FAULTS = {
     "no bits of the requests before": Planted(
         Fault(
-            "return {8 * bytes + int64(row - p.qo_indptr[request]) * stride, stride};",
-            "return {int64(row - p.qo_indptr[request]) * stride, stride};",
+            "return {int64(8 * bytes + (wide(row) - wide(p.qo_indptr[request])) * wide(stride)), stride};",
+            "return {int64((wide(row) - wide(p.qo_indptr[request])) * wide(stride)), stride};",
         ),
         "differs",
     ),

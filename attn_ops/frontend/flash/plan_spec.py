@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attn_ops.frontend.flash.arguments import Window
@@ -23,6 +24,7 @@ def spec_of_sizes(
     head_dims: tuple[int, int],
     page_size: int,
     window: Window | AttentionOptions,
+    kv_dtype: torch.dtype,
     *,
     decode: bool,
 ) -> PlanSpec:
@@ -31,6 +33,7 @@ def spec_of_sizes(
     Args:
         heads: query heads and KV heads.
         head_dims: of keys, both parts of MLA together, and of values.
+        kv_dtype: dtype of the cache.
     """
     return PlanSpec(
         decode=decode,
@@ -43,6 +46,7 @@ def spec_of_sizes(
         window_left=window.window_left,
         causal=window.causal and not decode,
         window_right=-1 if decode else window.window_right,
+        fp8_decode=decode and kv_dtype in FP8,
     )
 
 
@@ -51,5 +55,4 @@ def cache_spec(
 ) -> PlanSpec:
     """:func:`spec_of_sizes` of caches ``[places, page_size, num_kv_heads, head_dim]``."""
     head_dims = q.shape[-1] + (0 if qv is None else qv.shape[-1]), v.shape[-1]
-    spec = spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, decode=decode)
-    return spec._replace(fp8_decode=decode and k.dtype in FP8)
+    return spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, k.dtype, decode=decode)

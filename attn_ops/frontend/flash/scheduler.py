@@ -71,7 +71,8 @@ def get_scheduler_metadata(
         cache_batch_idx, cache_leftpad, attention_chunk: those of the calls.
         causal, window_size: those of the calls, or less restrictive.
         device: of the plan; default that of the tensors among the arguments, else PyTorch's default.
-        qkv_dtype, has_softcap, num_splits, pack_gqa, sm_margin: without effect.
+        qkv_dtype: dtype of the cache. A plan for an FP8 one serves any, and is faster for it.
+        has_softcap, num_splits, pack_gqa, sm_margin: without effect.
     """
     where = "get_scheduler_metadata"
     chunk = arguments.chunk_of(where, attention_chunk)
@@ -103,6 +104,7 @@ def get_scheduler_metadata(
         (headdim + (value_dim if has_qv else 0), value_dim),
         max_seqlen_k if page_size is None else page_size,
         window,
+        qkv_dtype,
         decode=runs_decode(max_seqlen_q if cu_seqlens_q is None else None, has_qv, chunk),
     )
     batch = CacheBatch(
