@@ -227,7 +227,7 @@ struct Schedule : Walk<PAGED> {
     const int last_end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
     const int from = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
     unit.start = max(min(PAGED ? from / p.box * p.box : from, last_end), 0);
-    unit.end = last_end, unit.hidden = max(from - unit.start, 0);
+    unit.end = last_end, unit.hidden = max(min(from, last_end) - unit.start, 0);
     return true;
   }
 
