@@ -55,7 +55,8 @@
 //                       load the page numbers of tile j+1. With kTilesAhead tiles of the unit left: arrive on
 //                       unit_empty
 //     4.  [producer V]  the same with v. Where the KV ends, or a window begins, inside a box: wait for the loads on
-//                       `staging`, set the other rows of the box to 0, arrive on v_full[j]
+//                       `staging`, set the other rows of the box to 0, arrive on v_full[j]. With a custom mask the
+//                       same for all tokens of the tile that no row of the unit sees
 //         [producers K and V]  with KV_CP_ASYNC, in place of steps 3 and 4: wait for empty; all lanes copy the rows of
 //                       the tile's tokens, zeros from the end on, and arrive on full[j] when their copies have ended;
 //                       load the page numbers of tile j+1. Each of two producers copies half of the tokens, and the
