@@ -58,11 +58,12 @@ class PrefillProblem:
 
     def packed_mask(self) -> Tensor | None:
         """The same in bytes, as the ops take it."""
-        if self.mask is None:
+        mask = self.mask
+        if mask is None:
             return None
-        bits = [n * m for n, m in zip(self.row.qo_lens, self.row.kv_lens, strict=True)]
-        indptr = torch.tensor([0, *bits]).cumsum(0).to(self.device, torch.int32)
-        return torch.ops.attn.segment_packbits(self.mask, indptr, sum(-(-n // 8) for n in bits), bitorder="little")[0]
+        bits = tuple(n * m for n, m in zip(self.row.qo_lens, self.row.kv_lens, strict=True))
+        num_bytes = sum(-(-n // 8) for n in bits)
+        return torch.ops.attn.segment_packbits(mask, indptr(bits, self.device), num_bytes, bitorder="little")[0]
 
     def planner(self, paged: bool) -> attn_ops.PrefillPlanner:
         """A planner of exactly this batch, with its plan made."""

@@ -12,25 +12,25 @@ V = TypeVar("V")
 class BoundedCache(dict[K, V]):
     """A dict of at most ``limit`` entries, if they are added by :meth:`insert`. A full cache drops all of them.
 
-    ``companion`` has something beside each entry, under the same key: it is written and emptied with the cache.
+    ``associated`` is a dict with a value for each key of the cache. It is written and emptied with the cache.
     """
 
-    def __init__(self, limit: int, companion: dict[K, Any] | None = None) -> None:
+    def __init__(self, limit: int, associated: dict[K, Any] | None = None) -> None:
         super().__init__()
-        self.limit, self.companion = limit, companion
+        self.limit, self.associated = limit, associated
         self.lock = threading.RLock()  # dropping an entry may run code that inserts one
 
-    def insert(self, key: K, entry: V, beside: Any = None) -> V:
-        """Add an entry and return it, and ``beside`` to the companion. A full cache drops all others first."""
+    def insert(self, key: K, entry: V, value: Any = None) -> V:
+        """Add an entry and return it; ``value`` is its associated value. A full cache drops all others first."""
         dropped: list[Any] = []  # freed when both are consistent again: that may run code that inserts
         with self.lock:
             if len(self) >= self.limit and key not in self:
                 dropped += self.values()
                 self.clear()
-                if self.companion is not None:
-                    dropped += self.companion.values()
-                    self.companion.clear()
-            if self.companion is not None:
-                self.companion[key] = beside
+                if self.associated is not None:
+                    dropped += self.associated.values()
+                    self.associated.clear()
+            if self.associated is not None:
+                self.associated[key] = value
             self[key] = entry
         return entry

@@ -9,12 +9,12 @@ import pytest
 from attn_ops.eager.bounded_cache import BoundedCache
 
 
-def test_a_full_cache_drops_all_entries_and_what_is_beside_them() -> None:
-    companion: dict[int, str] = {}
-    cache: BoundedCache[int, str] = BoundedCache(2, companion)
+def test_a_full_cache_drops_all_entries_and_their_associated_values() -> None:
+    associated: dict[int, str] = {}
+    cache: BoundedCache[int, str] = BoundedCache(2, associated)
     for key in range(3):
-        assert cache.insert(key, str(key), f"beside {key}") == str(key)
-    assert (cache, companion) == ({2: "2"}, {2: "beside 2"})
+        assert cache.insert(key, str(key), f"value {key}") == str(key)
+    assert (cache, associated) == ({2: "2"}, {2: "value 2"})
 
 
 def test_a_full_cache_keeps_the_others_of_an_entry_that_is_replaced() -> None:
@@ -26,16 +26,16 @@ def test_a_full_cache_keeps_the_others_of_an_entry_that_is_replaced() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_dropping_an_entry_may_insert_another(limit: int) -> None:
-    """Every entry still has what is beside it."""
+    """Every entry still has its associated value."""
 
     class Inserts:
         def __del__(self) -> None:
-            cache.insert("last words", 0, "beside")
+            cache.insert("last words", 0, "value")
 
-    companion: dict[str, Any] = {}
-    cache: BoundedCache[str, Any] = BoundedCache(limit, companion)
+    associated: dict[str, Any] = {}
+    cache: BoundedCache[str, Any] = BoundedCache(limit, associated)
     for i in range(limit):
-        cache.insert(f"first {i}", Inserts(), "beside")
-    cache.insert("second", 1, "beside")
-    assert cache.keys() == companion.keys()
+        cache.insert(f"first {i}", Inserts(), "value")
+    cache.insert("second", 1, "value")
+    assert cache.keys() == associated.keys()
     assert cache

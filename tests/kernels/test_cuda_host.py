@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -178,12 +179,12 @@ def test_tokens_that_a_mask_hides_from_all_rows_may_be_nan(kind: str, page_size:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 63, 64, 350, 10**6])
 def test_a_mask_of_any_length_at_any_address(num_bytes: int, offset: int) -> None:
-    """Tokens beyond its end are hidden. The machine allows no access outside of it."""
+    """Tokens beyond its end are hidden. Its storage has no byte more: the machine reports an access outside of it."""
     setup = Setup("prefill", _case("short", kv_lens=(37, 130), qo_lens=(9, 21), masked=0.8))
     assert setup.packed_mask is not None
     kept = setup.packed_mask[:num_bytes]
-    memory = torch.empty(kept.shape[0] + offset, dtype=torch.uint8)[offset:]
-    memory.copy_(kept)
+    memory = torch.from_numpy(np.empty(kept.shape[0] + offset, np.uint8)[offset:]).copy_(kept)
+    assert memory.untyped_storage().nbytes() == kept.shape[0]
     setup.masks = truncated(setup.masks, num_bytes)
     with Host().installed():
         out, lse = prefill.batch_prefill(**setup.arguments | {"mask": memory})
