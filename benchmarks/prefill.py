@@ -41,6 +41,7 @@ def _options(p: PrefillProblem, backend: str) -> dict[str, Any]:
     row = p.row
     options: dict[str, Any] = {"causal": row.causal, "window_left": row.window_left}
     options |= {"logits_soft_cap": row.logits_soft_cap, "mask": p.packed_mask()}
+    options |= {"pos_encoding": "ROPE_LLAMA"} if row.rope else {}
     return options | {"out_dtype": p.dtype if row.fp8_query else None, "backend": backend}
 
 

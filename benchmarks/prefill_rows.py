@@ -25,6 +25,7 @@ class PrefillRow:
     fp8_query: bool = False
     paged_only: bool = False  # the row is about its page size: only implementations over paged KV are compared
     mask: bool = False  # custom: a row sees all keys before the new ones, and a random half of these
+    rope: bool = False  # inside attention: keys are not rotated before they are appended
 
     @property
     def batch(self) -> int:
@@ -98,6 +99,7 @@ def _prefill(
     logits_soft_cap: float = 0.0,
     page_size: int = 16,
     mask: bool = False,
+    rope: bool = False,
 ) -> PrefillRow:
     size = f"{context // 1024}k" if context % 1024 == 0 else str(context)
     name = f"{batch} x {size}" if new == context else f"{batch} x ({new} new on {size})"
@@ -107,9 +109,10 @@ def _prefill(
     name += "" if window_left < 0 else f", window {window_left}"
     name += "" if logits_soft_cap == 0 else f", soft cap {logits_soft_cap:g}"
     name += "" if page_size == 16 else f", page {page_size}"
+    name += ", RoPE" if rope else ""
     lengths = (new,) * batch, (context,) * batch
     row = PrefillRow(name, *lengths, goal, causal and not mask, *heads, *dims, page_size, window_left, logits_soft_cap)
-    return replace(row, paged_only=page_size != 16, mask=mask)
+    return replace(row, paged_only=page_size != 16, mask=mask, rope=rope)
 
 
 PREFILL_ROWS: tuple[PrefillRow, ...] = (
@@ -135,6 +138,9 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 8192, 8192, None, mask=True),
     _prefill(32, 16, 4096, None, mask=True),
     _prefill(8, 64, 8192, None, mask=True, page_size=1),
+    _prefill(1, 8192, 8192, None, rope=True),
+    _prefill(8, 512, 8192, None, rope=True),
+    _prefill(32, 4, 4096, None, rope=True),
 )
 
 
@@ -152,6 +158,7 @@ PREFILL_FP8_ROWS: tuple[PrefillRow, ...] = (
     _fp8(_prefill(8, 512, 8192, None), query=True),
     _fp8(_prefill(8, 2048, 2048, None), query=True),
     _fp8(_prefill(64, 512, 512, None), query=True),
+    _fp8(_prefill(32, 4, 4096, None, heads=(64, 8))),
 )
 
 MLA_ROWS: tuple[MlaRow, ...] = (

@@ -17,7 +17,8 @@ from benchmarks.peers import flashinfer
 from benchmarks.prefill_peers import MAX_XQA_ROWS
 from benchmarks.prefill_rows import PREFILL_FP8_ROWS, PREFILL_ROWS
 
-POS_ENCODING_NONE, SLIDING_WINDOW, SOFT_CAP, PROFILER, FP16_QK_REDUCTION = 0, False, False, False, False
+POS_ENCODING_NONE, ROPE_LLAMA = 0, 1
+SLIDING_WINDOW, SOFT_CAP, PROFILER, FP16_QK_REDUCTION = False, False, False, False
 XQA_PAGE_SIZES = (16, 64)
 
 CORES_PER_MODULE = 4
@@ -51,8 +52,9 @@ def _prefill(
     window: bool = SLIDING_WINDOW,
     soft_cap: bool = SOFT_CAP,
     query: torch.dtype = torch.bfloat16,
+    rope: bool = False,
 ) -> JitModule:
-    options = (POS_ENCODING_NONE, window, soft_cap, FP16_QK_REDUCTION)
+    options = (ROPE_LLAMA if rope else POS_ENCODING_NONE, window, soft_cap, FP16_QK_REDUCTION)
     return "gen_batch_prefill_module", (backend, query, kv, torch.bfloat16, torch.int32, qk, vo, *options)
 
 
@@ -67,7 +69,8 @@ def modules() -> Iterator[JitModule]:
     for backend in ("fa3", "fa2"):
         for row in PREFILL_ROWS:
             options = row.window_left >= 0, row.logits_soft_cap > 0
-            yield _prefill(backend, dtype, row.head_dim, row.head_dim_vo, *options)
+            if not (row.rope and backend == "fa3"):
+                yield _prefill(backend, dtype, row.head_dim, row.head_dim_vo, *options, rope=row.rope)
     for kv in (dtype, torch.float8_e4m3fn):
         mla = (dtype, kv, dtype, index, 512, 64, PROFILER)
         yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))

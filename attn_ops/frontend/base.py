@@ -323,6 +323,7 @@ class Wrapper:
             head_dim_vo=spec.head_dim_vo,
             page_size=spec.page_size,
             options=options.given(),
+            pos_encoding=options.pos_encoding,
         )
         return not backends.choose(problem, self._backend).capacity_bound
 

@@ -47,6 +47,7 @@ class Problem:
 
     page_size      tokens of a page, 0 without pages
     options        names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
+    pos_encoding   that option
     context_ranks  ranks that hold the keys of a plan
     """
 
@@ -61,6 +62,7 @@ class Problem:
     head_dim_vo: int = 1
     page_size: int = 0
     options: tuple[str, ...] = ()
+    pos_encoding: str = "NONE"
     layout: MemoryLayout = ORDINARY
     context_ranks: int = 1
 

@@ -45,6 +45,12 @@ CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
 """Those of which there is another 16-bit kernel, with three consumers, for the query tiles of large batches."""
 
+CUDA_PREFILL_FEW_ROWS_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
+"""Those of which there is another kernel for pages of FP8 that it converts, for query tiles of one consumer's rows."""
+
+CUDA_PREFILL_ROPE_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
+"""Those of the kernel that rotates queries and keys."""
+
 CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 """Ops of ``kernels/cuda/prefill.py`` over paged KV."""
 
@@ -104,10 +110,12 @@ class PrefillKey(NamedTuple):
     """A specialization of ``prefill.cu``.
 
     loads        how it loads keys and values, as :func:`kv_loads` says
-    dtype        of the query
+    dtype        of the query, float16 with FP8 keys and values that are converted
     fp8          keys and values are of FP8
-    large_batch  it has three consumers, for the query tiles of large batches
+    rows         of a query tile: ``"few"``, at most those of a consumer; ``"many"``, which fill three consumers;
+                 ``"any"``, the kernel for all others
     custom_mask  a packed custom mask says what a row sees
+    rope         it rotates queries and keys
     """
 
     head_dim_qk: int
@@ -115,8 +123,33 @@ class PrefillKey(NamedTuple):
     loads: str
     dtype: torch.dtype
     fp8: bool
-    large_batch: bool
+    rows: str = "any"
     custom_mask: bool = False
+    rope: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        dims: tuple[int, int],
+        loads: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        custom_mask: bool = False,
+        rope: bool = False,
+    ) -> PrefillKey:
+        """The key for any rows, by the dtypes of queries and of keys."""
+        fp8 = kv_dtype in FP8
+        of_products = torch.float16 if fp8 and dtype not in FP8 else dtype
+        return cls(*dims, loads, of_products, fp8, custom_mask=custom_mask, rope=rope)
+
+    def others(self) -> list[PrefillKey]:
+        """This key, for any rows, and those of special kernels for few or many rows."""
+        dims = self.head_dim_qk, self.head_dim_vo
+        converted = self.fp8 and self.dtype not in FP8
+        few = converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
+        plain = not (self.fp8 or self.custom_mask or self.rope)
+        many = plain and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
+        return [self, *[self._replace(rows="few")] * few, *[self._replace(rows="many")] * many]
 
 
 def kv_loads(paged: bool, page_size: int) -> str:

@@ -23,7 +23,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_GROUP,
     CUDA_PREFILL_HEAD_DIMS,
-    CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    CUDA_PREFILL_ROPE_HEAD_DIMS,
     CUDA_VECTOR,
     DecodeKey,
     PrefillKey,
@@ -83,7 +83,7 @@ CPU_SDPA_OPTIONS = frozenset(
 )
 """Options that the kernel for the CPU implements; those of RoPE have no effect without ``pos_encoding``."""
 
-POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right", "mask"})
+POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right", "mask", "pos_encoding"})
 """Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
 
 UNALIGNED = f"rows are not aligned to {ALIGNMENT} bytes"
@@ -290,20 +290,18 @@ def cuda_decode(p: Problem) -> list[str]:
 
 def _cuda_prefill(
     p: Problem,
-    fp8: bool,
     of_dtypes: list[tuple[bool, str]],
     options: frozenset[str],
     head_dims: frozenset[tuple[int, int]] = CUDA_PREFILL_HEAD_DIMS,
 ) -> list[str]:
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
-    custom_mask = "mask" in p.options
-    sizes = (False, True) if dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and not (fp8 or custom_mask) else (False,)
-    keys = [PrefillKey(*dims, _kv_loads(p), p.dtype, fp8, large_batch, custom_mask) for large_batch in sizes]
+    custom_mask, rope = "mask" in p.options, p.pos_encoding == "ROPE_LLAMA"
+    key = PrefillKey.of(dims, _kv_loads(p), p.dtype, p.kv_dtype, custom_mask=custom_mask, rope=rope)
     return _cuda(
         p,
         "prefill",
-        keys,
+        key.others(),
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (dims in head_dims, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
@@ -339,7 +337,10 @@ def _has_prefill_maps(p: Problem) -> list[tuple[bool, str]]:
 def cuda_prefill(p: Problem) -> list[str]:
     """Keys and values of the query's dtype."""
     checks = [_is_16_bit(p), (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), *_has_prefill_maps(p)]
-    return _cuda_prefill(p, False, checks, CUDA_PREFILL_OPTIONS)
+    if p.pos_encoding == "ROPE_LLAMA":
+        options = CUDA_PREFILL_OPTIONS - {"mask"} | {"pos_encoding"}
+        return _cuda_prefill(p, checks, options, CUDA_PREFILL_ROPE_HEAD_DIMS)
+    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS)
 
 
 def cuda_prefill_e4m3(p: Problem) -> list[str]:
@@ -351,10 +352,10 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
         *_has_prefill_maps(p),
     ]
     options = CUDA_PREFILL_OPTIONS - {"mask"} | {"kv_scale"}
-    return _cuda_prefill(p, True, checks, options, CUDA_PREFILL_FP8_HEAD_DIMS)
+    return _cuda_prefill(p, checks, options, CUDA_PREFILL_FP8_HEAD_DIMS)
 
 
 def cuda_prefill_fp8(p: Problem) -> list[str]:
     """FP8 keys and values, which are converted to the dtype of the query."""
     checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"), *_has_prefill_maps(p)]
-    return _cuda_prefill(p, True, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})
+    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})

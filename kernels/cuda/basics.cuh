@@ -98,6 +98,19 @@ DEVICE float reciprocal_approx(float x) {
   return y;
 }
 
+// Of an angle of at most half a turn, in radians.
+DEVICE float sin_approx(float x) {
+  float y;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float cos_approx(float x) {
+  float y;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Four bytes of `low`, numbers 0 to 3, and `high`, 4 to 7: the four lowest digits of `selector` choose them, the first
 // one that of the lowest byte.
 DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {

@@ -4,6 +4,9 @@
 #include "decode_problem.cuh"
 #include "hopper.cuh"
 #include "out_type.cuh"
+#if KV_FP8
+#include "fp8.cuh"
+#endif
 
 namespace attn_ops {
 namespace {
@@ -21,19 +24,6 @@ struct Queries {
   DEVICE float factor() const { return scale * (cap > 0 ? 1 / cap : kLog2e) * (kv_scale ? kv_scale[0] : 1.f); }
   DEVICE float base2_cap() const { return cap > 0 ? cap * kLog2e : 0.f; }
 };
-
-#if KV_FP8
-// A pair of bfloat16 numbers times a power of 2, as float16.
-DEVICE uint32 scaled_float16(uint32 pair, float power) {
-  return float16_pair(__uint_as_float(pair << 16) * power, __uint_as_float(pair & 0xffff0000u) * power);
-}
-
-// The power of 2 that brings `largest` to the binade of 2^14. What underflows there is too small to matter beside it.
-DEVICE float float16_scale(float largest) {
-  return __uint_as_float(min(268 - (__float_as_uint(largest) >> 23), 247u) << 23);
-}
-DEVICE float inverse_of_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
-#endif
 
 // The query of a work item on its way to shared memory: 16-byte chunks of this thread.
 struct QueryChunks {
@@ -67,10 +57,7 @@ struct QueryChunks {
       if (type == kBFloat16) {
         float largest = 0;
 #pragma unroll
-        for (uint32 pair : x) {
-          const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-          largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
-        }
+        for (uint32 pair : x) largest = fmaxf(largest, largest_bfloat16(pair));
 #pragma unroll
         for (int mask = 1; mask < kHeadChunks; mask *= 2)  // the lanes of a head
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));

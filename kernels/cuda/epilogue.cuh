@@ -100,9 +100,9 @@ DEVICE void store_partial(float* partial, const float (&output)[N], int first_co
   }
 }
 
-// The same in the type of the query, 16 bytes at a time.
-template <int WIDTH, int N>
-DEVICE void store_like_query(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
+// The same in a 16-bit type, 16 bytes at a time.
+template <OutType TYPE, int WIDTH, int N>
+DEVICE void store_vectors(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
                              const bool (&exists)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -111,19 +111,23 @@ DEVICE void store_like_query(void* out, const float (&output)[N], int first_colu
     for (int i = 0; i < N / 4; i += 4) {
       uint32 words[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) words[j] = pack(output[4 * (i + j) + 2 * r], output[4 * (i + j) + 2 * r + 1]);
+      for (int j = 0; j < 4; ++j)
+        words[j] = pair_of<TYPE>(output[4 * (i + j) + 2 * r], output[4 * (i + j) + 2 * r + 1]);
       const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3]);
       if (exists[r]) to[i] = chunk;
     }
   }
 }
 
-// The same in any type.
-template <int WIDTH, int N>
+// The same in any type. ALSO is one, besides that of the operands, that queries may have.
+template <int WIDTH, OutType ALSO = kLikeQuery, int N>
 DEVICE void store_as(int type, void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
                      const bool (&exists)[2]) {
+  constexpr OutType kOfOperands = DTYPE == 2 ? kBFloat16 : kFloat16;
+  if (type == kLikeQuery) return store_vectors<kOfOperands, WIDTH>(out, output, first_column, row, exists);
+  if constexpr (ALSO != kLikeQuery)
+    if (type == ALSO) return store_vectors<ALSO, WIDTH>(out, output, first_column, row, exists);
   switch (type) {
-    case kLikeQuery: return store_like_query<WIDTH>(out, output, first_column, row, exists);
     case kFloat32: return store_rows<kFloat32, WIDTH>(out, output, first_column, row, exists);
     case kFloat16: return store_rows<kFloat16, WIDTH>(out, output, first_column, row, exists);
     case kBFloat16: return store_rows<kBFloat16, WIDTH>(out, output, first_column, row, exists);

@@ -27,4 +27,22 @@ DEVICE uint4 widen(uint32 first, uint32 second) {
           widen<TYPE>(uint16(second >> 16))};
 }
 
+// Bfloat16 queries become float16 ones beside FP8 keys in float16: times a power of 2 for each row.
+
+// The largest magnitude of a pair of bfloat16 numbers.
+DEVICE float largest_bfloat16(uint32 pair) {
+  return fmaxf(fabsf(__uint_as_float(pair << 16)), fabsf(__uint_as_float(pair & 0xffff0000u)));
+}
+
+// A pair of bfloat16 numbers times a power of 2, as float16.
+DEVICE uint32 scaled_float16(uint32 pair, float power) {
+  return float16_pair(__uint_as_float(pair << 16) * power, __uint_as_float(pair & 0xffff0000u) * power);
+}
+
+// The power of 2 that brings `largest` to the binade of 2^14. What underflows there is too small to matter beside it.
+DEVICE float float16_scale(float largest) {
+  return __uint_as_float(min(268 - (__float_as_uint(largest) >> 23), 247u) << 23);
+}
+DEVICE float inverse_of_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+
 }  // namespace attn_ops

@@ -1,12 +1,14 @@
 // Prefill on Hopper: persistent and warp-specialised, one producer and kConsumers consumer warpgroups in each CTA, and
-// with FP8 keys and values one of converters.
+// with FP8 keys and values or RoPE converters.
 //
-// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16), CONSUMERS, KV_CP_ASYNC (1 if paged keys
-// and values are copied token by token, from pages of any size), CUSTOM_MASK (1 with a packed custom mask) and at most
-// one of
-//     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
+// Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16: of the products), CONSUMERS, KV_CP_ASYNC
+// (1 if paged keys and values are copied token by token, from pages of any size), CUSTOM_MASK (1 with a packed custom
+// mask) and at most one of
+//     KV_FP8  1 if keys and values are FP8, and converted to float16. FEW_ROWS is 1 for work items of at most 64 packed
+//             rows
 //     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the
 //             query"
+//     ROPE    1 if queries and keys are rotated by their positions (ROPE_LLAMA)
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
@@ -27,9 +29,11 @@
 // warpgroup 3       consumer 2 of three, in 16 bits: with heads of 64, and with heads of 128 and shorter KV tiles in
 //                   large batches. It has no rows if blocks of a work item have at most 128
 //
-// With FP8 keys and values, consumers are warpgroups 2 and 3:
+// With converters, consumers are the last two warpgroups:
 // warps 4, 5        converters K: FP8 keys into the ring
 // warps 6, 7        converters V: FP8 values into the ring
+// warps 4 to 7      with RoPE: rotate queries and keys
+// With FEW_ROWS and heads of at most 128, warps 4 to 7 are converters K, and 8 to 11 converters V.
 //
 // The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left:
 // early enough that nobody waits for it, and as late as that allows, so that CTAs end together. If it copies keys
@@ -88,13 +92,25 @@
 //
 // FP8 keys and values
 // -------------------
-// The rings have 16-bit tiles as otherwise, and consumers do the same. Producers load to FP8 tiles, kFp8Stages of keys
-// and as many of values, which together are a KV tile. Below x is k or v:
-//     3, 4.  [producer]   for each part i of KV tile j: steps 3 and 4 with fp8_empty[x][i] and fp8_full[x][i]
-//     4c.    [converter]  for each part i: wait for fp8_full[x][i]; for the first one, wait for x_empty[j]; convert
-//                         into the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on x_full[j]
-// After the last unit the producers wait until all is converted; one sets fp8_end[x]; they arrive on fp8_full[x][0], as
+// The rings have float16 tiles, and consumers do the same as otherwise. Producers load FP8 tiles, kFp8Parts of which
+// are a KV tile, to rings of their own: tile i lies in stage i % kFp8Stages. Below x is k or v:
+//     1.     [producer Q] with bfloat16 queries: wait for q_loaded[b], which TMA completes, or for the own copies;
+//                         convert in place, each packed row times a power of 2, whose inverse goes to query_scales;
+//                         proxy fence; arrive on q_full[b]. Consumers scale the logits of the row by it
+//     3, 4.  [producer]   for each FP8 tile i of KV tile j: steps 3 and 4 with fp8_empty[x][i] and fp8_full[x][i]
+//     4c.    [converter]  for each FP8 tile i: wait for fp8_full[x][i]; for the first of KV tile j, wait for
+//                         x_empty[j]; convert into the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on
+//                         x_full[j]
+// After the last unit the producers wait until all is converted; one sets fp8_end[x]; they arrive on fp8_full[x], as
 // for a tile.
+//
+// RoPE
+// ----
+// Producers complete q_loaded[b] and k_loaded[j % kKeyStages] in place of q_full[b] and k_full[j].
+//     2r.    [converter]  wait for q_loaded[b]; rotate the packed rows of the unit in place; proxy fence; arrive on
+//                         q_full[b]
+//     4r.    [converter]  for each KV tile j of the unit: wait for k_loaded[j]; rotate the keys in place; proxy fence;
+//                         arrive on k_full[j]
 //
 // FP8 products
 // ------------
@@ -120,6 +136,8 @@
 #include "prefill_fp8_transpose.cuh"
 #elif KV_FP8
 #include "prefill_fp8_converter.cuh"
+#elif ROPE
+#include "prefill_rope.cuh"
 #endif
 
 namespace attn_ops {
@@ -132,16 +150,17 @@ namespace attn_ops {
 //     row_sum include that tile, O includes those before it and is relative to row_max (with FP8 products, to the
 //     maximum before that tile).
 // Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes that TMA loads; with
-//     KV_CP_ASYNC an arrival of each thread that copies; with FP8 KV an arrival of each converter. fp8_full and
-//     fp8_empty, one for each FP8 tile: as full barriers without FP8, and an arrival of each converter. k_empty and
-//     v_empty, one for each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an
-//     arrival and the bytes, or an arrival of each thread that copies. q_empty: an arrival of each consumer warp that
-//     has rows. unit_full: an arrival of the scheduler. unit_empty: an arrival of each warp that is a producer of K or
-//     V, and of each other thread that loads queries; with FP8 products of each producer warp. staging: an arrival of
-//     producer V, and the bytes. Named barriers: one for each consumer in order, of its threads and those of the
-//     consumer before it (step 8); one of the threads of two consumers, around the exchange of step 12. With FP8
-//     products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that transposes, and
-//     t_empty those that v_empty has otherwise.
+//     KV_CP_ASYNC an arrival of each thread that copies; with FP8 KV, and of keys with RoPE, an arrival of each warp
+//     of converters. k_loaded, one for each stage: as k_full without RoPE. fp8_full and fp8_empty, one for each FP8
+//     stage: as full barriers without FP8, and an arrival of each warp of converters. k_empty and v_empty, one for
+//     each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an arrival and the
+//     bytes, or an arrival of each thread that copies or converts, or with RoPE of each warp of converters; q_loaded:
+//     what q_full has otherwise. q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the
+//     scheduler. unit_empty: an arrival of each warp that is a producer of K or V, and of each other thread that loads
+//     queries; with FP8 products of each producer warp. staging: an arrival of producer V, and the bytes. Named
+//     barriers: one for each consumer in order, of its threads and those of the consumer before it (step 8); one of
+//     the threads of two consumers, around the exchange of step 12. With FP8 products v_empty and t_full, two for each
+//     stage as v_full, have an arrival of each warp that transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
@@ -169,12 +188,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     int* queue,                               // [kQueueSize] or null without a plan
     float scale, float cap,                   // of the logits; a cap of 0 is none
     int window_left, int window_right,        // tokens that a row sees before and after its position; kNone: all
-#if KV_CP_ASYNC
     int rows,
+#if PAGED
+    int num_pages,
 #else
-    int rows, int kv_rows,                    // the latter of ragged KV
+    int kv_rows,
 #endif
-    int num_pages, int max_pages, int max_items, int max_batch, int slots,
+    int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
     int num_kv_heads, int group, int page_size,
 #if KV_CP_ASYNC
@@ -186,7 +206,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
 #endif
 #if KV_FP8
-    int kv_type,                              // Fp8Type
+    int query_type, int kv_type,              // OutType; Fp8Type
+#endif
+#if ROPE
+    float rope_theta, float rope_scale,       // the base of the frequencies, and what divides positions
 #endif
 #if KV_FP8 || Q_FP8
     const float* kv_scale,                    // [2] or null
@@ -199,8 +222,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     int out_type) {
 #endif
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+#if PAGED
+  constexpr int kv_rows = 0;
+#else
+  constexpr int num_pages = 0;
+#endif
 #if KV_CP_ASYNC
-  constexpr int kv_rows = 0, box = 1;
+  constexpr int box = 1;
 #endif
   const Problem p = {
       .qo_indptr = qo_indptr, .kv_indices = kv_indices, .work = work, .window_left = window_left,
@@ -213,11 +241,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
   };
   const int q_box_rows = kPackedRows % group ? 0 : kPackedRows / group;  // rows of q in a box of its map
+#if !KV_FP8
+  constexpr int query_type = kLikeQuery;
+#endif
+  const bool converts_queries = query_type == kBFloat16;
+  const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head, converts_queries};
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     const int readers = kConsumerWarps * (p.block_rows() / kPackedRows);
     constexpr int writers = KV_FP8 ? kWarpsOfTensor : kTensorArrivals;
-    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);
+    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : writers);
     for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
     for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
 #if Q_FP8
@@ -234,11 +267,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
       for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kWarpsOfTensor);
     for (int& end : shared.fp8_end) end = 0;
 #endif
-    for (uint64& barrier : shared.q_full) init_barrier(shared_address(&barrier), q_box_rows ? 1 : kQueryThreads);
+#if ROPE
+    for (uint64& barrier : shared.k_loaded) init_barrier(shared_address(&barrier), writers);
+#endif
+#if ROPE || KV_FP8
+    for (uint64& barrier : shared.q_loaded) init_barrier(shared_address(&barrier), ROPE ? queries.threads() : 1);
+#endif
+    for (uint64& barrier : shared.q_full)
+      init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : queries.threads());
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), p.consumers() * kConsumerWarps);
     init_barrier(shared_address(&shared.unit_full), 1);
     init_barrier(shared_address(&shared.unit_empty),
-                 Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));
+                 Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + queries.threads());
     init_barrier(shared_address(&shared.staging), 1);
     fence_barrier_init();
   }
@@ -246,7 +286,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   wait_for_earlier_kernels();
   launch_later_kernels();
   mark(kPrologue);
-  const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head};
   if (warp < kProducerWarps) {
     decrease_registers<kProducerRegisters>();
 #if KV_CP_ASYNC
@@ -272,6 +311,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   } else if (warp < kFirstConsumerWarp) {
     decrease_registers<kConverterRegisters>();
     convert_keys_and_values(warp - kProducerWarps, Fp8Type(kv_type), shared);
+#elif ROPE
+  } else if (warp < kFirstConsumerWarp) {
+    decrease_registers<kConverterRegisters>();
+    rotate_queries_and_keys(p, rope_theta, rope_scale, shared);
 #endif
   } else {
     increase_registers<kConsumerRegisters>();
@@ -280,7 +323,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
     const int consumer = (warp - kFirstConsumerWarp) / kConsumerWarps;
     if (kConsumers == 2 || consumer < p.consumers())
-      consume(consumer, p, {scale, cap, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
+      consume(consumer, p, {scale, cap, converts_queries, {sinks, out, lse, partial, out_type, kv_scale}},
+              shared);
   }
   stop_clocks();
 }

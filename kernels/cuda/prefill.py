@@ -21,9 +21,11 @@ from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefi
 from torch import Tensor
 
 from attn_ops.ops.cuda_kernels import (
+    CUDA_PREFILL_FEW_ROWS_HEAD_DIMS,
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    CUDA_PREFILL_ROPE_HEAD_DIMS,
     PrefillKey,
     kv_loads,
 )
@@ -45,8 +47,9 @@ KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("
 """Parameters of keys and values that are copied by tokens, in elements."""
 
 
-def _kernel(by_tokens: bool, custom_mask: bool, **of_fp8: str) -> Kernel:
-    """The kernel of keys and values that are copied by tokens or not, with the parameters ``of_fp8`` of FP8."""
+def _kernel(loads: str, custom_mask: bool, **further: str) -> Kernel:
+    """The kernel by how it loads keys and values, with ``further`` parameters of FP8 or RoPE."""
+    by_tokens = loads == "tokens"
     parameters = {
         "q": "pointer",
         "q_map": "map",
@@ -56,12 +59,12 @@ def _kernel(by_tokens: bool, custom_mask: bool, **of_fp8: str) -> Kernel:
         **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "window_right", "rows"), "i32"),
-        **({} if by_tokens else {"kv_rows": "i32"}),
-        **dict.fromkeys(("num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
+        "kv_rows" if loads == "ragged" else "num_pages": "i32",
+        **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("num_kv_heads", "group", "page_size"), "i32"),
         **(dict.fromkeys(KV_STRIDES, "i64") if by_tokens else dict.fromkeys(("box", *KV_STEPS), "i32")),
-        **of_fp8,
+        **further,
         **dict.fromkeys(("tile_rows", "out_type"), "i32"),
     }
     aligned = ("q", "k", "v", "out") if by_tokens else ("q", "out")
@@ -71,13 +74,14 @@ def _kernel(by_tokens: bool, custom_mask: bool, **of_fp8: str) -> Kernel:
 LOADS = ("ragged", "pages", "tokens")
 """The results of :func:`~attn_ops.ops.cuda_kernels.kv_loads`."""
 
-KERNELS, KV_FP8_KERNELS, Q_FP8_KERNELS = (
-    {
-        (loads, custom_mask): _kernel(loads == "tokens", custom_mask, **of_fp8)
-        for loads in LOADS
-        for custom_mask in (False, True)
-    }
-    for of_fp8 in ({}, {"kv_type": "i32", "kv_scale": "pointer"}, {"kv_scale": "pointer"})
+KERNELS, KV_FP8_KERNELS, Q_FP8_KERNELS, ROPE_KERNELS = (
+    {(loads, custom_mask): _kernel(loads, custom_mask, **further) for loads in LOADS for custom_mask in (False, True)}
+    for further in (
+        {},
+        {"query_type": "i32", "kv_type": "i32", "kv_scale": "pointer"},
+        {"kv_scale": "pointer"},
+        {"rope_theta": "fp32", "rope_scale": "fp32"},
+    )
 )
 """By the loads of keys and values, and whether there is a custom mask."""
 
@@ -90,7 +94,9 @@ class Tile(NamedTuple):
                        read, and values after it in the last box are cleared; but a box, with ragged KV of 64 columns,
                        is an instruction
     transposed_stages  ``kTransposedStages`` of FP8 products
-    converted          whether a KV tile of FP8 lies beside the rings, which is converted into them
+    converters         warpgroups that convert FP8 to the rings, or rotate what lies there
+    fp8_tokens         tokens of FP8 beside the rings, ``kFp8Stages * kLoadedTile``
+    query_blocks       ``kQueryTiles``: blocks of 64 packed rows of a query buffer, one for each consumer by default
     """
 
     tokens: int
@@ -99,20 +105,23 @@ class Tile(NamedTuple):
     queries: int
     box: int
     transposed_stages: int = 0
-    converted: bool = False
+    converters: int = 0
+    fp8_tokens: int = 0
     consumers: int = 2
+    query_blocks: int | None = None
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
-        """Shared memory of a CTA: query buffers, rings, a KiB for statistics and barriers, and one with a mask."""
-        rows = self.queries * self.consumers * PACKED_ROWS * dim_qk
+        """Shared memory of a CTA: query buffers, rings, a KiB for barriers and the like, scales of queries, masks."""
+        rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
         of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
-        fp8 = self.tokens * (dim_qk + dim_vo) if self.converted else 0
-        return itemsize * (rows + self.tokens * of_token) + fp8 + 1024 + 1024 * custom_mask
+        fp8 = self.fp8_tokens * (dim_qk + dim_vo)
+        small = 1024 + 4 * rows * (self.fp8_tokens > 0) + 32 * (self.threads // 32) * custom_mask
+        return itemsize * (rows * dim_qk + self.tokens * of_token) + fp8 + -(-small // 1024) * 1024
 
     @property
     def threads(self) -> int:
-        """Of a CTA: a warpgroup of producers, those of consumers, and one of converters where FP8 KV is converted."""
-        return 128 * (1 + self.converted + self.consumers)
+        """Of a CTA: a warpgroup of producers, those of consumers, and those of converters."""
+        return 128 * (1 + self.converters + self.consumers)
 
     def unit_rows(self, packed_rows: int) -> int:
         """Packed rows of a unit: those of a work item in as few units as hold them, of equal size."""
@@ -122,7 +131,7 @@ class Tile(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """``kLoadedRowBytes`` of the source, of wide heads: FP8 that is converted becomes twice as wide."""
-        return ROW_BYTES // 2 if self.converted else ROW_BYTES
+        return ROW_BYTES // 2 if self.fp8_tokens else ROW_BYTES
 
 
 TILES = {
@@ -137,12 +146,26 @@ LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
 """The same, of query tiles that fill three consumers, which plans for large batches have."""
 
 KV_FP8_TILES = {
-    (64, 64): Tile(128, 3, 3, 2, 64, converted=True),
-    (128, 128): Tile(128, 2, 2, 2, 32, converted=True),
-    (192, 128): Tile(64, 2, 2, 1, 32, converted=True),
-    (256, 256): Tile(64, 2, 2, 1, 32, converted=True),
+    (64, 64): Tile(128, 3, 3, 2, 64, converters=1, fp8_tokens=128),
+    (128, 128): Tile(128, 2, 2, 2, 32, converters=1, fp8_tokens=128),
+    (192, 128): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=64),
+    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=64),
 }
 """Of FP8 keys and values that are converted."""
+
+FEW_ROWS_TILES = {
+    (64, 64): Tile(128, 3, 3, 2, 64, converters=2, fp8_tokens=768, query_blocks=1),
+    (128, 128): Tile(64, 3, 3, 2, 32, converters=2, fp8_tokens=384, query_blocks=1),
+    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=128, query_blocks=1),
+}
+"""The same, of query tiles of at most :data:`PACKED_ROWS`: more of FP8 is on its way."""
+
+ROPE_TILES = {
+    (64, 64): Tile(128, 3, 3, 2, 64, converters=1),
+    (128, 128): Tile(128, 2, 2, 2, 32, converters=1),
+    (256, 256): Tile(64, 3, 2, 1, 32, converters=1),
+}
+"""Of queries and keys that are rotated."""
 
 FP8_TILES = {
     (64, 64): Tile(128, 4, 2, 2, 64, 4),
@@ -154,27 +177,31 @@ FP8_TILES = {
 assert TILES.keys() == KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
+assert FEW_ROWS_TILES.keys() == CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
+assert ROPE_TILES.keys() == CUDA_PREFILL_ROPE_HEAD_DIMS
 assert [dims for dims, tile in TILES.items() if tile.consumers == 3] == [(THREE_CONSUMERS_HEAD_DIM,) * 2]
 assert THREE_CONSUMERS_CTA_PACKED_ROWS == 3 * PACKED_ROWS
 
 E4M3 = torch.float8_e4m3fn
 
 
-def for_large_batches(dims: tuple[int, int], fp8: bool, custom_mask: bool, packed_rows: int) -> bool:
-    """Whether the tile is one of :data:`LARGE_BATCH_TILES`."""
-    return dims in LARGE_BATCH_TILES and not (fp8 or custom_mask) and fills_three_consumers(packed_rows)
+def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
+    """The specialization for query tiles of so many packed rows, of those that are ``key`` for any rows."""
+    rows = "few" if packed_rows <= PACKED_ROWS else "many" if fills_three_consumers(packed_rows) else "any"
+    of_rows = key._replace(rows=rows)
+    return of_rows if of_rows in key.others() else key
 
 
 def tile_of(key: PrefillKey) -> Tile:
     """The tile of a specialization."""
     dims = key.head_dim_qk, key.head_dim_vo
     if key.fp8:
-        return (FP8_TILES if key.dtype == E4M3 else KV_FP8_TILES)[dims]
-    return (LARGE_BATCH_TILES if key.large_batch else TILES)[dims]
+        return (FP8_TILES if key.dtype == E4M3 else FEW_ROWS_TILES if key.rows == "few" else KV_FP8_TILES)[dims]
+    return (ROPE_TILES if key.rope else LARGE_BATCH_TILES if key.rows == "many" else TILES)[dims]
 
 
 SPECIALIZATIONS = {
-    PrefillKey(*dims, loads, dtype, fp8, tiles is LARGE_BATCH_TILES, custom_mask): Specialization(
+    PrefillKey(*dims, loads, dtype, fp8, rows, custom_mask, kernels is ROPE_KERNELS): Specialization(
         kernels[loads, custom_mask],
         {
             "HEAD_DIM_QK": dims[0],
@@ -189,20 +216,25 @@ SPECIALIZATIONS = {
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(*dims, dtype.itemsize, custom_mask),
     )
-    for tiles, dtypes, fp8, kernels, macros, masks in (
-        (TILES, tuple(DTYPES), False, KERNELS, {}, (False, True)),
-        (LARGE_BATCH_TILES, tuple(DTYPES), False, KERNELS, {}, (False,)),
-        (KV_FP8_TILES, tuple(DTYPES), True, KV_FP8_KERNELS, {"KV_FP8": 1}, (False, True)),
-        (FP8_TILES, (E4M3,), True, Q_FP8_KERNELS, {"Q_FP8": 1}, (False,)),
+    for tiles, rows, dtypes, fp8, kernels, macros, all_loads, masks in (
+        (TILES, "any", tuple(DTYPES), False, KERNELS, {}, LOADS, (False, True)),
+        (LARGE_BATCH_TILES, "many", tuple(DTYPES), False, KERNELS, {}, LOADS, (False,)),
+        (KV_FP8_TILES, "any", (torch.float16,), True, KV_FP8_KERNELS, {"KV_FP8": 1}, LOADS, (False, True)),
+        (
+            *(FEW_ROWS_TILES, "few", (torch.float16,), True, KV_FP8_KERNELS),
+            *({"KV_FP8": 1, "FEW_ROWS": 1}, LOADS[1:], (False, True)),
+        ),
+        (FP8_TILES, "any", (E4M3,), True, Q_FP8_KERNELS, {"Q_FP8": 1}, LOADS, (False,)),
+        (ROPE_TILES, "any", tuple(DTYPES), False, ROPE_KERNELS, {"ROPE": 1}, LOADS, (False,)),
     )
     for dims, tile in tiles.items()
-    for loads in LOADS
+    for loads in all_loads
     for dtype in dtypes
     for custom_mask in masks
 }
 
 LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
-"""By dtype of the query: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
+"""By dtype of a key: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
 
 
 def ragged_map(
@@ -217,8 +249,9 @@ def ragged_map(
 
 def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[str, Any]:
     """The arguments of keys and values."""
+    pages = {} if loads == "ragged" else {"num_pages": x.k.shape[0]}
     if loads == "tokens":
-        return {"k": x.k, "v": x.v, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
+        return {"k": x.k, "v": x.v, **pages, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
     paged = loads == "pages"
     box = box_of_pages(page_size, tile.box) if paged else tile.box
     make_map, tokens = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
@@ -227,14 +260,20 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
         for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
     )
     steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
-    return {"k": k, "v": v, "kv_rows": x.kv_rows, "box": box, **steps}
+    return {"k": k, "v": v, "box": box, **(pages or {"kv_rows": x.kv_rows}), **steps}
 
 
 def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
     """The arguments of FP8 keys and values. An FP8 query is of their dtype."""
     if x.k.dtype not in FP8:
         return {}
-    return {"kv_scale": kv_scale, **({} if x.q.dtype in FP8 else {"kv_type": FP8_TYPES[x.k.dtype]})}
+    types = {} if x.q.dtype in FP8 else {"query_type": OUT_TYPES[x.q.dtype], "kv_type": FP8_TYPES[x.k.dtype]}
+    return {"kv_scale": kv_scale, **types}
+
+
+def rope_arguments(o: AttentionOptions) -> dict[str, Any]:
+    """The arguments of rotated queries and keys."""
+    return {} if o.pos_encoding == "NONE" else {"rope_theta": o.rope_theta, "rope_scale": o.rope_scale}
 
 
 def mask_arguments(mask: Tensor | None, plan: PrefillPlan | None) -> dict[str, Any]:
@@ -269,10 +308,9 @@ def launch_tiles(
     group, dims = num_heads // num_kv_heads, (sum(x.dims[:2]), x.dims[2])
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
-    loads, fp8 = kv_loads(paged, page_size), x.k.dtype in FP8
-    packed_rows, custom_mask = tile_rows * group, o.mask is not None
-    large_batch = for_large_batches(dims, fp8, custom_mask, packed_rows)
-    key = PrefillKey(*dims, loads, x.q.dtype, fp8, large_batch, custom_mask)
+    loads, packed_rows = kv_loads(paged, page_size), tile_rows * group
+    options = {"custom_mask": o.mask is not None, "rope": o.pos_encoding != "NONE"}
+    key = key_of_rows(PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, **options), packed_rows)
     tile = tile_of(key)
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows))
     launch(
@@ -282,6 +320,7 @@ def launch_tiles(
         q_map=query_map(x.q, group),
         **kv_arguments(x, loads, page_size, tile),
         **fp8_arguments(x, o.kv_scale),
+        **rope_arguments(o),
         **mask_arguments(o.mask, plan),
         sinks=o.sinks,
         out=out,
@@ -292,16 +331,15 @@ def launch_tiles(
         scale=softmax_scale(o.sm_scale, dims[0]),
         cap=o.logits_soft_cap,
         window_left=NO_WINDOW if o.window_left < 0 else o.window_left,
-        window_right=0 if o.causal and not custom_mask else NO_WINDOW if o.window_right < 0 else o.window_right,
+        window_right=0 if o.causal and o.mask is None else NO_WINDOW if o.window_right < 0 else o.window_right,
         rows=x.q.shape[0],
-        num_pages=x.k.shape[0],
         stride_q_row=x.q.stride(0),
         stride_q_head=x.q.stride(1),
         num_kv_heads=num_kv_heads,
         group=group,
         page_size=page_size,
         tile_rows=tile_rows,
-        out_type=0 if out.dtype == LIKE_QUERY[x.q.dtype] else OUT_TYPES[out.dtype],
+        out_type=0 if out.dtype == LIKE_QUERY[key.dtype] else OUT_TYPES[out.dtype],
     )
 
 

@@ -26,6 +26,7 @@ struct Results {
 
 struct Arguments {
   float scale, cap;
+  bool scales_queries;  // those of bfloat16 beside FP8 keys and values
   Results results;
 };
 
@@ -61,11 +62,12 @@ DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGr
   }
   rescale(output, norm);
   if (split) return store_partial<kDimVo>(to.partial, output, 0, to_row, exists);
-  store_as<kDimVo>(to.out_type, to.out, output, 0, to_row, exists);
+  store_as<kDimVo, KV_FP8 ? kBFloat16 : kLikeQuery>(to.out_type, to.out, output, 0, to_row, exists);
 }
 
 // An accumulator passes through a query buffer that is smaller in parts.
-constexpr int kStateParts = (kConsumerThreads * kDimVo / 2 * 4 + 2 * kQueryBytes - 1) / (2 * kQueryBytes);
+constexpr int kStateBytes = kPackedRows * kDimVo * 4, kBufferBytes = kQueryTiles * kQueryBytes;
+constexpr int kStateParts = (kStateBytes + kBufferBytes - 1) / kBufferBytes;
 
 // Adds the state of the odd KV tiles to that of the even ones, through the query buffer, which neither consumer reads
 // any more. Which consumer has which depends on the units before; the order of additions does not.
@@ -129,7 +131,7 @@ DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 
 // OrderedSequenceBarrier in CUTLASS). Without an order they come to compute exponentials all at the same time, and then
 // to wait for products. Soft caps, 16-bit heads of 192/128 and 256, three consumers of heads of 128, and FP8 caches
 // were measured to be faster without it.
-constexpr bool kOrdered = kDimQk <= 128 && !KV_FP8 && !kLargeBatch;
+constexpr bool kOrdered = kDimQk <= 128 && !kConverts && !kLargeBatch;
 
 struct Order {
   const Problem& p;
@@ -151,6 +153,8 @@ struct Order {
     if (own) named_arrive(own + 1 < end ? own + 1 : kFirstInOrder, 2 * kConsumerThreads);
   }
 };
+
+constexpr int kRowFactors = KV_FP8 ? 2 : 1;  // what logits are multiplied by: of each of a thread's rows, or of both
 
 // One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.
 DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
@@ -215,6 +219,14 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     // And need no more if they end before this.
     const int plain_end = folded && arguments.cap <= 0 && !kCustomMask ? visible_end : 0;
 
+    float factors[kRowFactors];
+#pragma unroll
+    for (float& x : factors) x = factor;
+#if KV_FP8
+    const float* const scales = shared.query_scales[n % kQueries] + line;  // of this thread's rows, 8 apart
+    if (arguments.cap <= 0 && arguments.scales_queries) factors[0] *= scales[0], factors[1] *= scales[8];
+#endif
+
     Output output;
     Partial partial;
 #pragma unroll
@@ -228,6 +240,9 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         if (first + kTile <= plain_end && first >= visible_begin) [[likely]] return;
         const bool visible_to_all = first + kTile <= visible_end && first >= visible_begin;
         if (!folded) multiply(logits, kv_scale[0]);
+#if KV_FP8
+        if (arguments.cap > 0 && arguments.scales_queries) multiply_rows(logits, scales);
+#endif
         if (arguments.cap > 0) soft_cap(logits, to_cap, visible_to_all && all_rows && !kCustomMask);
         if (!visible_to_all) mask(logits, rows, first);
 #if CUSTOM_MASK
@@ -245,8 +260,8 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       }
       first_logits = false;
       mask_tile(start + tile * kTile);
-      subtract_first_max<0>(logits, rows, factor), exponentiate<0>(logits, rows);
-      subtract_first_max<1>(logits, rows, factor), exponentiate<1>(logits, rows);
+      subtract_first_max<0>(logits, rows, factors[0]), exponentiate<0>(logits, rows);
+      subtract_first_max<1>(logits, rows, factors[kRowFactors - 1]), exponentiate<1>(logits, rows);
       alpha_before[0] = alpha_before[1] = 1;
       round_row<0>(probabilities, logits), round_row<1>(probabilities, logits);
       mark(kSoftmax);
@@ -281,13 +296,13 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         mask_tile(start + tile * kTile);
         // The last quarter of row 0 fills the latency of keep_before.
         constexpr int kKept = kTile / 8 * 3 / 4;
-        const int largest_0 = subtract_max<0>(logits, rows, factor);
+        const int largest_0 = subtract_max<0>(logits, rows, factors[0]);
         order.wait();
         bool raised = raise_if_over<0>(largest_0, logits, rows, alpha);
         exponentiate<0, 0, kKept>(logits, rows);
         const float kept = rows.row_sum[0];
         exponentiate<0, kKept>(logits, rows);
-        const int largest_1 = subtract_max<1>(logits, rows, factor);
+        const int largest_1 = subtract_max<1>(logits, rows, factors[kRowFactors - 1]);
         order.arrive();
         raised |= raise_if_over<1>(largest_1, logits, rows, alpha);
         if (kFinishEarly) finish_previous(kept, raised);

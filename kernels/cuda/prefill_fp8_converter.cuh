@@ -72,18 +72,20 @@ template <int DIM, int STAGES>
 DEVICE void convert_tiles(const ConvertedRing& tiles, Fp8Type type) {
   constexpr int kBytes = kTile * DIM * kElementBytes, kFp8Bytes = kLoadedTile * DIM;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32) % kWarpsOfTensor;
+  uint32 loaded = 0;  // FP8 tiles
   for (uint32 tile = 0;; ++tile) {
-    for (int part = 0; part < kFp8Stages; ++part) {
-      wait(tiles.fp8_full + part * 8, tile & 1);
+    for (int part = 0; part < kFp8Parts; ++part, ++loaded) {
+      const uint32 stage = loaded % kFp8Stages;
+      wait(tiles.fp8_full + stage * 8, loaded / kFp8Stages & 1);
       mark(kWaitKeys);
       if (tiles.end) return;
       if (part == 0) wait(tiles.empty + tile % STAGES * 8, tile / STAGES & 1 ^ 1);
       mark(kWaitEmpty);
       const uint32 to = tiles.ring + tile % STAGES * kBytes + part * kLoadedTile / 8 * TileLayout<DIM>::kGroup;
-      ConvertedPart<DIM>(tiles.fp8 + part * kFp8Bytes, to, warp, lane).convert(type);
+      ConvertedPart<DIM>(tiles.fp8 + stage * kFp8Bytes, to, warp, lane).convert(type);
       fence_async_shared();
       __syncwarp();
-      if (lane == 0) arrive(tiles.fp8_empty + part * 8);
+      if (lane == 0) arrive(tiles.fp8_empty + stage * 8);
       mark(kIssue);
     }
     if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);

@@ -16,6 +16,12 @@
 #ifndef CUSTOM_MASK
 #define CUSTOM_MASK 0
 #endif
+#ifndef FEW_ROWS
+#define FEW_ROWS 0
+#endif
+#ifndef ROPE
+#define ROPE 0
+#endif
 #ifndef CONSUMERS
 #define CONSUMERS 2
 #endif
@@ -29,12 +35,23 @@ constexpr bool kCustomMask = CUSTOM_MASK;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 constexpr int kConsumers = CONSUMERS;
+constexpr bool kConverts = KV_FP8 || ROPE;                        // a warpgroup changes what consumers read
+constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // or two, where consumers spare the registers
+static_assert(!kConverts || kConsumers == 2);
+static_assert(!ROPE || !(KV_FP8 || Q_FP8 || CUSTOM_MASK));
+static_assert(!KV_FP8 || DTYPE == 1);
 // Sizes by head dims are those of the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
-constexpr int kTile = kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch ? 64 : 128;  // tokens of a KV tile
+constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
+static_assert(!kFewRows || (KV_FP8 && PAGED));
+constexpr int kTile =  // tokens of a KV tile
+    kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch || (kFewRows && kDimQk > 64) ? 64 : 128;
 constexpr int kKeyStages =  // KV tiles of the ring of keys
-    kFp8Products || kConsumers == 3 ? 4 : kDimQk == 64 || (kDimQk == 256 && !KV_FP8) ? 3 : 2;
-constexpr int kValueStages = kLargeBatch || (kDimQk == 64 && !kFp8Products) ? kKeyStages : 2;  // and of values
+    kFp8Products || kConsumers == 3                                             ? 4
+    : kDimQk == 64 || (kDimQk == 128 && kFewRows) || (kDimQk == 256 && !KV_FP8) ? 3
+                                                                                : 2;
+constexpr int kValueStages =  // and of values
+    kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products) ? kKeyStages : 2;
 constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
     kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
 constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
@@ -42,6 +59,7 @@ constexpr int kTilesAhead = kKeyStages > 2 && !kLargeBatch ? 1 : 3;  // KV tiles
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                           // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                      // of a consumer
+constexpr int kQueryTiles = kFewRows ? 1 : kConsumers;               // blocks of kPackedRows of a query buffer
 // A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of
 // columns.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
@@ -49,23 +67,26 @@ constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows of a block of columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
 constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * kDimVo * kElementBytes;
-// TMA loads keys and values to the rings. FP8 ones are loaded to tiles of fewer tokens, kFp8Stages of which are a KV
-// tile, and converted from there to the rings.
-constexpr int kFp8Stages = KV_FP8 ? 2 : 1, kLoadedTile = kTile / kFp8Stages;
+// TMA loads keys and values to the rings. FP8 ones are loaded to rings of kFp8Stages tiles, kFp8Parts of which are a KV
+// tile, and converted from there.
+constexpr int kFp8Parts = KV_FP8 && !kFewRows ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
+constexpr int kFp8Stages = !kFewRows ? kFp8Parts : kDimQk == 256 ? 2 : 6;
 constexpr int kLoadedRowBytes = KV_FP8 ? 64 : kRowBytes, kLoadedBytes = KV_FP8 ? 1 : kElementBytes;  // of an element
 static_assert(kLoadedTile % kRaggedBox == 0);
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
-constexpr int kConverterWarps = KV_FP8 ? 4 : 0, kFirstConsumerWarp = kProducerWarps + kConverterWarps;
-constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert keys, or values
+constexpr int kConverterWarps = kManyConverters ? 8 : kConverts ? 4 : 0;
+constexpr int kFirstConsumerWarp = kProducerWarps + kConverterWarps;
+constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert FP8 keys, or values
 constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps);
 // Of a thread. More than the CTA has from its launch would never become free. Producers that transpose spill less with
 // more, and those that copy tokens have several addresses at once, where consumers can spare them without spilling.
-constexpr bool kSparesRegisters = kFp8Products ? kDimQk == 64 : KV_CP_ASYNC && !KV_FP8 && kConsumers == 2;
+constexpr bool kSparesRegisters = kFp8Products ? kDimQk == 64 : KV_CP_ASYNC && !kConverts && kConsumers == 2;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSparesRegisters ? 56 : 40;
-constexpr int kConverterRegisters = KV_FP8 ? 56 : 0;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : KV_FP8 ? 208 : kSparesRegisters ? 224 : 232;
-constexpr int kLaunchRegisters = kThreads == 512 ? 128 : 168;
-static_assert(kProducerRegisters + kConverterRegisters + kConsumers * kConsumerRegisters <=
+constexpr int kConverterRegisters = kConverts ? 56 : 0;
+constexpr int kConsumerRegisters =
+    kConsumers == 3 || kManyConverters ? 160 : kConverts ? 208 : kSparesRegisters ? 224 : 232;
+constexpr int kLaunchRegisters = kThreads == 640 ? 96 : kThreads == 512 ? 128 : 168;
+static_assert(kProducerRegisters + kConverterWarps / 4 * kConverterRegisters + kConsumers * kConsumerRegisters <=
               kThreads / 128 * kLaunchRegisters);
 // Producers of keys, and as many of values: with two that copy tokens, the second ones are the warps of producer Q too.
 // The arrivals of one at a barrier, of all, and the addresses that one which copies tokens has at once. Who multiplies
@@ -73,7 +94,8 @@ static_assert(kProducerRegisters + kConverterRegisters + kConsumers * kConsumerR
 constexpr int kTensorProducers = KV_CP_ASYNC && !kFp8Products && kLoadedTile >= 64 ? 2 : 1;
 constexpr int kProducerArrivals = KV_CP_ASYNC ? 32 : 1, kTensorArrivals = kTensorProducers * kProducerArrivals;
 constexpr int kAddresses = kProducerRegisters > 40 ? 8 : 2;
-constexpr bool kFencesKeys = KV_CP_ASYNC && !KV_FP8, kFencesValues = kFencesKeys && !kFp8Products;
+constexpr bool kFencesKeys = KV_CP_ASYNC && !kConverts;
+constexpr bool kFencesValues = KV_CP_ASYNC && !KV_FP8 && !kFp8Products;
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
 constexpr int kBeforeAll = -1024;                                // less than any token plus a row of a unit
@@ -94,6 +116,9 @@ struct QueryBlock {
   int slot;           // of the partial result, negative without a split
   int head;           // the first of the KV head's group
   int remainder;      // of the first packed row divided by the group
+#if ROPE
+  int position;       // of the first query row
+#endif
 #if CUSTOM_MASK
   int request, row;   // the first query row among those of all requests
 #endif
@@ -115,7 +140,7 @@ struct UnitMask {
 };
 
 struct Shared {
-  alignas(1024) char query[kQueries][kConsumers][kQueryBytes];
+  alignas(1024) char query[kQueries][kQueryTiles][kQueryBytes];
   alignas(1024) char keys[kKeyStages][kKeyBytes];
   alignas(1024) char values[kValueStages][kValueBytes];
 #if Q_FP8
@@ -125,6 +150,9 @@ struct Shared {
   alignas(512) char fp8_values[kFp8Stages][kLoadedTile * kDimVo];
 #endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
+#if KV_FP8
+  float query_scales[kQueries][kQueryTiles * kPackedRows];  // of packed rows that were bfloat16
+#endif
   QueryBlock query_blocks[kQueryBlocks];
   Unit unit;
 #if CUSTOM_MASK
@@ -139,6 +167,12 @@ struct Shared {
 #elif KV_FP8
   uint64 fp8_full[2][kFp8Stages], fp8_empty[2][kFp8Stages];  // of FP8 keys, and of values
   int fp8_end[2];                                            // not 0 if no KV tile follows
+#endif
+#if ROPE
+  uint64 k_loaded[kKeyStages];  // before they are rotated
+#endif
+#if KV_FP8 || ROPE
+  uint64 q_loaded[kQueries];  // before they are converted or rotated
 #endif
 };
 
@@ -159,7 +193,7 @@ struct Problem {
   const int* kv_len;  // of the plan; null without one
 #endif
 
-  DEVICE bool split_kv() const { return tile_rows * group <= kPackedRows; }
+  DEVICE bool split_kv() const { return kFewRows || tile_rows * group <= kPackedRows; }
   // Packed rows of a unit: `unit_rows`, which is the constant with two consumers, for the sake of registers.
   DEVICE int block_rows() const { return kConsumers == 3 ? unit_rows : split_kv() ? kPackedRows : 2 * kPackedRows; }
   DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }

@@ -7,6 +7,9 @@
 #if CUSTOM_MASK
 #include "prefill_mask.cuh"
 #endif
+#if KV_FP8
+#include "prefill_fp8_queries.cuh"
+#endif
 
 namespace attn_ops {
 namespace {
@@ -31,9 +34,10 @@ DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
 // Where TMA loads keys or values: the rings of the consumers, or tiles of FP8 that are converted into these.
 template <bool VALUES>
 struct LoadedTiles {
+  static constexpr bool kRotated = ROPE && !VALUES;  // in the ring, by converters
   static constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = kLoadedTile * kDim * kLoadedBytes;
   static constexpr int kStages = KV_FP8 ? kFp8Stages : VALUES ? kValueStages : kKeyStages;
-  static constexpr int kFullBarriers = KV_FP8 ? kStages : 2 * kStages;
+  static constexpr int kFullBarriers = KV_FP8 || kRotated ? kStages : 2 * kStages;
   using Layout = LoadedLayout<kDim>;
 
   uint32 memory, full, empty;
@@ -44,7 +48,11 @@ struct LoadedTiles {
         full(shared_address(shared.fp8_full[VALUES])), empty(shared_address(shared.fp8_empty[VALUES])) {}
 #else
       : memory(shared_address(VALUES ? shared.values[0] : shared.keys[0])),
+#if ROPE
+        full(shared_address(VALUES ? shared.v_full : shared.k_loaded)),
+#else
         full(shared_address(VALUES ? shared.v_full : shared.k_full)),
+#endif
         empty(shared_address(VALUES ? shared.v_empty : shared.k_empty)) {}
 #endif
   DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
@@ -54,7 +62,7 @@ struct LoadedTiles {
   DEVICE void end(uint32 tile, Shared& shared, int lane, int part = 0) const {
     for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);
     if (lane == 0 && part == 0) shared.fp8_end[VALUES] = 1;
-    if (lane < kProducerArrivals) arrive(full);
+    if (lane < kProducerArrivals) arrive(full + tile % kStages * 8);
   }
 #endif
 };
@@ -176,12 +184,18 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   }
 }
 
-// Queries in global memory: the map's boxes are 64 packed rows, or 0 rows of q if a group is not a divisor of 64.
+// Queries in global memory: the map's boxes are 64 packed rows, or 0 rows of q if a group is not a divisor of 64. Those
+// of bfloat16 beside FP8 keys and values are converted.
 struct Queries {
   const TensorMap* map;
   int box_rows;
   const char* first;
   int64 stride_row, stride_head;  // elements
+  bool converts;
+
+  // Whether thread 0 alone loads and passes them.
+  DEVICE bool by_one_thread() const { return box_rows && !converts; }
+  DEVICE int threads() const { return by_one_thread() ? 1 : kQueryThreads; }
 };
 
 // Copies the packed rows of a unit: of a block of columns, a thread has 16 bytes of a row, and these of the rows that
@@ -213,6 +227,9 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   }
   to.start = unit.start, to.end = unit.end, to.slot = unit.slot;
   to.remainder = unit.first_packed_row - unit.first_row * p.group;
+#if ROPE
+  to.position = int(uint32(unit.position) + uint32(unit.first_row));
+#endif
 #if CUSTOM_MASK
   to.request = unit.request, to.row = unit.row + unit.first_row;
 #endif
@@ -226,10 +243,17 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   to.head = head;
 }
 
-// The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
+// The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does; all wait for them to convert
+// them. Without a unit it is the end.
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 n, Shared& shared, int thread) {
   const bool exists = unit.count > 0;
-  const uint32 buffer = n % kQueries, full = shared_address(&shared.q_full[buffer]);
+  const uint32 buffer = n % kQueries;
+  uint32 full = shared_address(&shared.q_full[buffer]), loaded = full;
+#if KV_FP8
+  if (q.converts) loaded = shared_address(&shared.q_loaded[buffer]);
+#elif ROPE
+  full = loaded = shared_address(&shared.q_loaded[buffer]);
+#endif
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
   mark(kWaitEmpty);
@@ -237,13 +261,20 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
   const uint32 to = shared_address(shared.query[buffer][0]);
   if (exists && q.box_rows) {
     const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_row;
-    arrive_expect(full, blocks * kQueryBytes);
-    for (int i = 0; i < blocks; ++i)
-      load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);
-  } else {
-    if (exists) copy_queries(p, q, unit, to, thread);
-    arrive(full);
+    if (thread == 0) {
+      arrive_expect(loaded, blocks * kQueryBytes);
+      for (int i = 0; i < blocks; ++i)
+        load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, loaded);
+    }
+    if (!q.converts) return mark(kIssue);
+    wait(loaded, n / kQueries & 1);
+  } else if (exists) {
+    copy_queries(p, q, unit, to, thread);
   }
+#if KV_FP8
+  if (exists && q.converts) convert_queries(p, to, shared.query_scales[buffer], thread);
+#endif
+  arrive(full);
   mark(kIssue);
 }
 
@@ -251,7 +282,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
 // is the scheduler. With two producers of keys and of values, the second ones do this in `produce_tokens`.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
-  if (q.box_rows && thread) return;
+  if (q.by_one_thread() && thread) return;
   Schedule schedule;
   for (uint32 n = 0;; ++n) {
     if (thread == 0) pass_unit(p, schedule, n, shared);

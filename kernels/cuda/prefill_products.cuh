@@ -31,7 +31,7 @@ DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); 
 // The queries of a unit as operands, in parts of 16 columns: in registers for heads of 128, where QK then reads a third
 // less of shared memory. Three consumers have registers for half of them, and with other heads there are none.
 constexpr int kQueryParts = kDimQk / 16;
-constexpr int kRegisterParts = kDimQk != 128 || KV_FP8 ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
+constexpr int kRegisterParts = kDimQk != 128 || kConverts ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
 
 struct Query {
   uint32 registers[kRegisterParts > 0 ? kRegisterParts : 1][4];
@@ -63,7 +63,7 @@ DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
 }
 
 // Products of 256 columns at once need more than the registers of the launch with 512 threads.
-constexpr int kPvParts = KV_FP8 && kDimVo > 128 ? 2 : 1;
+constexpr int kPvParts = kConverts && kDimVo > 128 ? 2 : 1;
 
 DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 values) {
   fence_registers(output);

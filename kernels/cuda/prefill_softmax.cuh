@@ -45,6 +45,12 @@ DEVICE void multiply(Logits& logits, float scale) {
   for (int i = 0; i < kTile / 2; ++i) logits[i] *= scale;
 }
 
+// By `scales[0]` and `scales[8]`, those of this thread's rows.
+DEVICE void multiply_rows(Logits& logits, const float* scales) {
+#pragma unroll
+  for (int i = 0; i < kTile / 2; ++i) logits[i] *= scales[i / 2 % 2 * 8];
+}
+
 // A bit for each of this thread's columns of a row, in order, that is before token `end` of the tile.
 DEVICE uint32 columns_before(int end) {
   end = max(min(end, kTile), 0);

@@ -25,7 +25,7 @@ from attn_ops.kernels.triton.fp8 import float16_scale, unpack
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import constexpr_table
 from attn_ops.kernels.triton.pdl import acquire
-from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate_halves
+from attn_ops.kernels.triton.rope_alibi import add_angles, alibi_slopes, angles, rotate_halves
 from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, online_softmax_update, soft_cap
 from attn_ops.kernels.triton.work_item import (
     WORK_KV_BEGIN,
@@ -167,9 +167,8 @@ def prepare_query(
     if ROPE:
         log2_theta, inverse_rope_scale = rope
         high = tl.load(at + DIM // 2, mask=used, other=0.0)
-        low, high = rotate_halves(
-            low, high, position + tl.zeros((1,), tl.int32), d, log2_theta, inverse_rope_scale, DIM
-        )
+        sin, cos = angles(position + tl.zeros((1,), tl.int32), d, log2_theta, inverse_rope_scale, DIM)
+        low, high = rotate_halves(low, high, sin, cos)
     scale = 1.0
     if DTYPE == tl.float16:  # noqa: SIM300
         scale = float16_scale(tl.maximum(tl.abs(low), tl.abs(high)))
@@ -187,6 +186,7 @@ def attend_tile(
     state    ``(row_max [heads], row_sum [heads, BLOCK_KV], acc [heads, d_v], acc_odd)``; row_sum are partial sums
     query    PREPARED: the result of :func:`prepare_query`; otherwise ``(q, row, rows, mask)``
     n        ``arange(BLOCK_KV)``
+    rope     ``(log2_theta, inverse_rope_scale, sin, cos)``, with ROPE :func:`~.rope_alibi.angles` of the positions n
     d_v      columns of v_cache, pairs of them with FP8_PAIRS; then acc holds the even ones and acc_odd the odd ones
     """
     row_max, row_sum, acc, acc_odd = state
@@ -204,10 +204,16 @@ def attend_tile(
         q, row, rows, mask = query
         q = tl.load(q + row.to(tl.int64) * STRIDES.Q_ROW, mask=mask & within(row, rows), other=0.0)
     if FEATURES.ROPE:
-        log2_theta, inverse_rope_scale = rope
+        log2_theta, inverse_rope_scale, sin_in_tile, cos_in_tile = rope
         k_high = tl.load(k_cache + DIM_PART + k_at[:, None], mask=visible[:, None] & (d_qk < DIM_PART), other=0.0)
-        position = token_position(tile_start + n, SHAPE)
-        k, k_high = rotate_halves(k, k_high, position, d_qk, log2_theta, inverse_rope_scale, SHAPE.DIM_QK)
+        if SHAPE.WORLD == 1:
+            first = tile_start + tl.zeros((1,), tl.int32)
+            sin, cos = angles(first, d_qk, log2_theta, inverse_rope_scale, SHAPE.DIM_QK)
+            sin, cos = add_angles(sin, cos, sin_in_tile, cos_in_tile)
+        else:
+            position = token_position(tile_start + n, SHAPE)
+            sin, cos = angles(position, d_qk, log2_theta, inverse_rope_scale, SHAPE.DIM_QK)
+        k, k_high = rotate_halves(k, k_high, sin, cos)
 
     logits = tl.dot(q, tl.trans(k.to(DTYPE)), input_precision="ieee")
     if FEATURES.ROPE:
@@ -417,6 +423,9 @@ def decode_kernel(
         value_scale = tl.load(kv_scale + 1)
     query_mask = head_mask[:, None] & (d_qk < DIM_PART)
     rope = (log2_theta, inverse_rope_scale)
+    sin_in_tile, cos_in_tile = 0.0, 1.0
+    if ROPE:
+        sin_in_tile, cos_in_tile = angles(n, d_qk, log2_theta, inverse_rope_scale, DIM_QK)
     query, query_high, query_scale = 0.0, 0.0, 1.0
     if PREPARE:
         position = tl.load(work + item * WORK_STRIDE + WORK_POSITION, mask=item < stop, other=0) if ROPE else 0
@@ -454,7 +463,8 @@ def decode_kernel(
         row_max, row_sum, acc, acc_odd = attend_tile(
             (row_max, row_sum, acc, acc_odd), q_tile, k_cache, v_cache, pages, num_pages,
             tile_start, begin, end, n, d_qk, d_v, logit_scale, slope, cap,
-            rope, SHAPE, STRIDES, FEATURES, BLOCK_KV, DIM_PART, PREPARE, DTYPE, FP8_DTYPE,
+            (log2_theta, inverse_rope_scale, sin_in_tile, cos_in_tile),
+            SHAPE, STRIDES, FEATURES, BLOCK_KV, DIM_PART, PREPARE, DTYPE, FP8_DTYPE,
         )  # fmt: skip
 
         if is_last:

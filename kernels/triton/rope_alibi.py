@@ -44,9 +44,14 @@ def rotate(x, partner, position, d, log2_theta, inverse_scale, DIM: tl.constexpr
 
 
 @triton.jit
-def rotate_halves(low, high, position, pair, log2_theta, inverse_scale, DIM: tl.constexpr):
-    """:func:`rotate` of the dimensions ``pair`` and of their partners, ``low`` and ``high [tokens, pairs]``."""
-    sin, cos = angles(position, pair, log2_theta, inverse_scale, DIM)
+def add_angles(sin_a, cos_a, sin_b, cos_b):
+    """``(sin, cos)`` of the sums of two angles: fewer instructions than :func:`sin_cos`."""
+    return sin_a * cos_b + cos_a * sin_b, cos_a * cos_b - sin_a * sin_b
+
+
+@triton.jit
+def rotate_halves(low, high, sin, cos):
+    """:func:`rotate` of the first half of dimensions and their partners, ``low`` and ``high``, by angles of these."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     return low * cos - high * sin, high * cos + low * sin
 

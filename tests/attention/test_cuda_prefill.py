@@ -145,6 +145,23 @@ CASES += [
     if "tile_rows" not in case.planner
 ]
 
+CASES += [
+    replace(BASE, name=f"RoPE {dims[0]}, {name}", head_dims=dims, pos_encoding="ROPE_LLAMA", **options)
+    for dims in ((128, 128), (64, 64), (256, 256))
+    for name, options in {
+        "causal": {},
+        "not causal, scaled": {"causal": False, "rope": (4.0, 5e5), "dtype": torch.float16},
+        "one KV head, many rows": {"heads": (7, 1), "qo_lens": (700, 9, 40, 2, 5, 300)},
+        "groups of 5 in pages of 64": {"heads": (10, 2), "page_size": 64, "kv_layout": "HND"},
+        "window, more rows than keys": {"window_left": 100, "qo_lens": (100, 30, 70, 0, 5, 300)},
+        "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
+        "few and no keys": {"kv_lens": (5, 0, 33, 1, 1, 60), "storage": "padded"},
+        "long": {"kv_lens": (40000,), "qo_lens": (20,), "heads": (4, 2)},
+        "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
+        "alternating warpgroups, split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
+    }.items()
+]
+
 BY_TOKENS = [
     replace(case, name=f"pages of {size}, {case}", page_size=size)
     for i, case in enumerate(CASES)

@@ -66,8 +66,8 @@ class Setup:
     def tolerance(self, backend: str) -> dict[str, float]:
         """How much further than the reference the kernels of ``backend`` may be from the oracle.
 
-        They round rotated queries and keys to the dtype, and decode computes with FP8 keys and values in float16. The
-        scale of the values also multiplies what a probability that underflows has lost.
+        They round rotated queries and keys to the dtype, and compute with FP8 keys and values in float16. The scale of
+        the values also multiplies what a probability that underflows has lost.
         """
         case, tolerance = self.case, dict[str, float]()
         if case.out_dtype is not None and case.dtype != torch.float32:
@@ -76,7 +76,7 @@ class Setup:
             return tolerance
         if case.pos_encoding == "ROPE_LLAMA":
             tolerance["float32_eps"] = torch.finfo(case.dtype).eps / 8
-        if self.kind == "decode" and case.kv_dtype is not None and case.dtype != torch.float32:
+        if case.kv_dtype is not None and case.dtype in (torch.float16, torch.bfloat16):
             tolerance["smallest"] = torch.finfo(torch.float16).smallest_normal
         if case.kv_scale is not None:
             smallest = tolerance.get("smallest", torch.finfo(case.dtype).smallest_normal)

@@ -101,6 +101,22 @@ FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.2
 FP8_PREFILL = [(kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV))) for i, (kind, case) in enumerate(PREFILL)]
 """The same cases with FP8 keys and values."""
 
+FEW_ROWS: dict[str, Any] = {"kv_lens": (900, 0, 333, 2), "qo_lens": (4, 0, 3, 2), "causal": True}
+OF_256: dict[str, Any] = {"head_dims": (256, 256), "heads": (4, 2)}
+FEW_ROWS_PREFILL = [
+    _case("few rows", **FP8_KV | FEW_ROWS),
+    _case("few rows, splits", **FP8_KV | FEW_ROWS, planner={"num_ctas": 12}, page_size=64, kv_layout="HND"),
+    _case("few rows, window", **FP8_E5M2 | FEW_ROWS, window_left=600, page_size=8, sinks=1.0, dtype=torch.float16),
+    _case("few rows, mask", **FP8_KV | FEW_ROWS | {"causal": False}, masked=0.5),
+    _case("few rows, tokens", **FP8_KV | FEW_ROWS, page_size=1, planner={"num_ctas": 12}),
+    _case("few rows, tokens, mask", **FP8_KV | FEW_ROWS | {"causal": False}, masked=0.5, page_size=5),
+    _case("few rows, 64", **FP8_KV | FEW_ROWS, head_dims=(64, 64)),
+    _case("few rows, 64, mask", **FP8_KV | FEW_ROWS | {"causal": False}, head_dims=(64, 64), masked=0.1),
+    _case("few rows, 256", **FP8_KV | FEW_ROWS | OF_256, logits_soft_cap=5.0, dtype=torch.float16),
+    _case("few rows, 256, tokens", **FP8_E5M2 | FEW_ROWS | OF_256, page_size=3),
+]
+"""Query tiles of at most 64 packed rows."""
+
 BY_TOKENS = [
     replace(case, page_size=(1, 3, 12, 5, 100)[i % 5])
     for i, case in enumerate(case for kind, case in (*PREFILL, *FP8_PREFILL) if kind == "prefill")
@@ -121,6 +137,14 @@ def test_fp8_prefill(seed: int) -> None:
     attend(*FP8_PREFILL[seed], host)
     (name,) = host.launched
     assert "KV_FP8=1" in name
+
+
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(FEW_ROWS_PREFILL)), ids=str)
+def test_fp8_prefill_of_few_rows(seed: int, case: Case) -> None:
+    host = Host(sms=3, seed=seed)
+    attend("prefill", case, host)
+    (name,) = host.launched
+    assert "FEW_ROWS=1" in name
 
 
 @pytest.mark.parametrize(("seed", "case"), list(enumerate(BY_TOKENS)), ids=str)

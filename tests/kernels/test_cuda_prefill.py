@@ -49,15 +49,15 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     """
     if key.custom_mask:
         return (9, 1)
-    three_consumers = key[:2] == (64, 64) and not key[4]
-    if key[:2] == (128, 128) and key[3] == E4M3:
+    three_consumers = key[:2] == (64, 64) and not (key.fp8 or key.rope)
+    if key[:2] == (128, 128) and key.dtype == E4M3:
         return (5, 0)  # the fifth is a sum
     return (4, 0) if three_consumers else (0, 0)
 
 
-def _finishes_early(key: tuple[Any, ...]) -> bool:
+def _finishes_early(key: PrefillKey) -> bool:
     """``kFinishEarly``: O of the tile before is finished between the exponentials of row 1."""
-    return key[3] == E4M3 or key[1] <= 128
+    return key.dtype == E4M3 or key.head_dim_vo <= 128
 
 
 def _numbered(*shape: int) -> Tensor:
@@ -153,11 +153,11 @@ def test_groups_that_do_not_divide_64_have_a_map_too(group: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("key", [k for k in prefill.SPECIALIZATIONS if k[3] != torch.float16], ids=str)
-def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("key", [k for k in prefill.SPECIALIZATIONS if k.fp8 or k.dtype != torch.float16], ids=str)
+def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
     one, tile = prefill.SPECIALIZATIONS[key], prefill.tile_of(key)
-    row_bytes = min(ROW_BYTES, key[0] * key[3].itemsize)
+    row_bytes = min(ROW_BYTES, key.head_dim_qk * key.dtype.itemsize)
     expected = {
         "sizeof(Shared)": one.shared_bytes,
         "kThreads": one.threads,
@@ -165,6 +165,9 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kKeyStages": tile.key_stages,
         "kValueStages": tile.value_stages,
         "kQueries": tile.queries,
+        "kQueryTiles": tile.query_blocks or tile.consumers,
+        "kConverterWarps": 4 * tile.converters,
+        **({"kFp8Stages * kLoadedTile": tile.fp8_tokens} if tile.fp8_tokens else {}),
         "kPackedRows": prefill.PACKED_ROWS,
         "kRowBytes": row_bytes,
         "kLoadedRowBytes": min(tile.row_bytes, row_bytes),
@@ -173,7 +176,7 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kMaxGroup": cuda_kernels.CUDA_PREFILL_GROUP,
         "kLikeQuery": 0,
         **({"kTransposedStages": tile.transposed_stages} if tile.transposed_stages else {}),
-        **(dict(zip(("kFp8E4M3", "kFp8E5M2"), prefill.FP8_TYPES.values(), strict=True)) if tile.converted else {}),
+        **(dict(zip(("kFp8E4M3", "kFp8E5M2"), prefill.FP8_TYPES.values(), strict=True)) if tile.fp8_tokens else {}),
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
     checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
@@ -182,13 +185,16 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         check_syntax(one, 'static_assert(kTile == 1, "");\n')
 
 
-TABLES = prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.KV_FP8_TILES, prefill.FP8_TILES
+TABLES = (
+    *(prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.KV_FP8_TILES, prefill.FEW_ROWS_TILES),
+    *(prefill.FP8_TILES, prefill.ROPE_TILES),
+)
 TILES = [tile for table in TABLES for tile in table.values()]
 
 
 def test_a_tile_is_whole_boxes_of_whole_groups() -> None:
     for tile in TILES:
-        assert tile.tokens // (2 if tile.converted else 1) % tile.box == 0
+        assert min(tile.tokens, tile.fp8_tokens // 2 or tile.tokens) % tile.box == 0
         assert tile.box % GROUP_TOKENS == 0
 
 
@@ -219,8 +225,9 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     assert usage_of(one).stack <= (TOKENS_SPILL_BYTES if key.loads == "tokens" or key.custom_mask else SPILL_BYTES)
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
-    beside_the_epilogue = ["1", "0"] if tile.queries > 1 else []  # last product; next unit's logits
-    pv = ["0"] * (4 if key[:2] == (256, 256) and key[3] == E4M3 else 1)  # for each part of the columns
+    # Last product; next unit's logits.
+    beside_the_epilogue = ["1", "0"] if tile.queries > 1 and key.rows != "few" else []
+    pv = ["0"] * (4 if key[:2] == (256, 256) and key.dtype == E4M3 else 1)  # for each part of the columns
     assert waits == ["0", "1", *pv, *beside_the_epilogue, *pv]  # first tile; mainloop; ...; last product
     step, rest = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0(.*?)GMMA", code, re.DOTALL)[0]
     softmax = step.rpartition("MUFU.RCP")[2]  # after the soft cap
@@ -232,13 +239,13 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
             assert rest.count("MUFU.EX2") >= tokens / 4 * 3 / 4
             assert len(re.findall("FMUL|FFMA", finishing)) >= key[1] / 2 * 3 / 4
     else:
-        wide = 16 if tile.converted else 29
+        wide = 16 if tile.converters else 29
         assert softmax.count("MUFU.EX2") >= min(exponentials, wide if key[:2] == (256, 256) else exponentials)
     loads, stores = _spills(key)
     assert len(re.findall(r"\bLDL\b", softmax)) <= loads
     assert softmax.count("STL") <= stores
     for name in ("E4M3", "E5M2"):  # two numbers at once: loops over two or four chunks of 16
-        assert code.count(f".{name}.UNPACK") in ((16, 32, 48) if tile.converted else (0,))
+        assert code.count(f".{name}.UNPACK") in ((16, 32, 48) if tile.fp8_tokens else (0,))
 
 
 SMS = 132
@@ -358,6 +365,10 @@ TAKEN: list[dict[str, Any]] = [
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS))},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS - {"mask"}))},
     {"options": ("mask",), "page_size": 1},
+    *(
+        {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
+        for dims in prefill.ROPE_TILES
+    ),
 ]
 
 
@@ -375,8 +386,9 @@ def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Speciali
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == []
     masked = "mask" in problem.options
-    key = PrefillKey(128, 128, _loads(problem), problem.dtype, True, False, masked)
-    assert on_hopper == [prefill.SPECIALIZATIONS[key]]
+    key = PrefillKey(128, 128, _loads(problem), torch.float16, True, custom_mask=masked)
+    keys = [key] if key.loads == "ragged" else [key, key._replace(rows="few")]
+    assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
 FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -386,6 +398,7 @@ FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
+    ({"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}, "it does not implement pos_encoding"),
 ]
 
 
@@ -411,7 +424,7 @@ def test_calls_with_fp8_queries_that_it_runs(fields: dict[str, Any], on_hopper: 
     problem = replace(GOOD, **OF_E4M3 | fields)
     assert unsupported.cuda_prefill_e4m3(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    assert on_hopper == [prefill.SPECIALIZATIONS[PrefillKey(*dims, _loads(problem), problem.dtype, True, False)]]
+    assert on_hopper == [prefill.SPECIALIZATIONS[PrefillKey(*dims, _loads(problem), problem.dtype, True)]]
 
 
 E4M3_REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -435,9 +448,9 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_prefill(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    masked = "mask" in problem.options
-    sizes = (False, True) if dims == (128, 128) and not masked else (False,)
-    keys = [PrefillKey(*dims, _loads(problem), problem.dtype, False, large, masked) for large in sizes]
+    masked, rope = "mask" in problem.options, problem.pos_encoding == "ROPE_LLAMA"
+    key = PrefillKey(*dims, _loads(problem), problem.dtype, False, custom_mask=masked, rope=rope)
+    keys = [key, key._replace(rows="many")] if dims == (128, 128) and not (masked or rope) else [key]
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 

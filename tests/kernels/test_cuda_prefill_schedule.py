@@ -64,28 +64,26 @@ class Unit(NamedTuple):
     kv_head: int
 
 
-Programs = dict[tuple[int, bool, bool], Path]
+Programs = dict[PrefillKey, Path]
 
 
-def _key(dim: int, paged: bool, large: bool) -> PrefillKey:
-    return PrefillKey(dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, large)
+def _key(dim: int, paged: bool, rows: str = "any") -> PrefillKey:
+    return PrefillKey(dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, rows)
 
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    """Programs that print the units of a plan, by head dim, whether KV is paged, and ``for_large_batches``."""
-    keys = [(dim, paged, large) for dim, large in ((64, False), (128, False), (128, True)) for paged in (False, True)]
-    return {
-        (dim, paged, large): cuda_host.program(prefill.SPECIALIZATIONS[_key(dim, paged, large)], MAIN)
-        for dim, paged, large in keys
-    }
+    """Programs that print the units of a plan."""
+    kinds = (64, "any"), (128, "any"), (128, "many")
+    keys = [_key(dim, paged, rows) for dim, rows in kinds for paged in (False, True)]
+    return {key: cuda_host.program(prefill.SPECIALIZATIONS[key], MAIN) for key in keys}
 
 
 def _unit_rows(plan: attn_ops.PrefillPlan) -> int:
     problem = PlanProblem.of(plan.problem)
     packed_rows = packed_rows_of_tile(problem)
     dims = problem.head_dim_qk, problem.head_dim_vo
-    key = _key(dims[0], True, prefill.for_large_batches(dims, False, False, packed_rows))
+    key = prefill.key_of_rows(_key(dims[0], True), packed_rows)
     rows: int = prefill.tile_of(key).unit_rows(packed_rows)
     return rows
 
@@ -144,8 +142,8 @@ def test_units_are_the_work_of_the_plan(
     box = prefill.box_of_pages(page_size, box) if paged else box
     sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
     right = {"right": 0} if causal else {}
-    large_batch = prefill.for_large_batches((dim, dim), False, False, packed_rows_of_tile(planner.problem))
-    units = _units(programs[dim, paged, large_batch], plan, total + padding, box, 13, **sizes, **right)
+    key = prefill.key_of_rows(_key(dim, paged), packed_rows_of_tile(planner.problem))
+    units = _units(programs[key], plan, total + padding, box, 13, **sizes, **right)
 
     unit_rows = _unit_rows(plan)
     starts = indptr(qo_lens).tolist()
@@ -175,9 +173,10 @@ def test_a_wrong_number_of_items_repeats_no_unit(listed: int, programs: Programs
     sizes = {"page_size": 1, "num_qo_heads": 4 * HEADS, "num_kv_heads": HEADS, "head_dim": 128, "max_kv_len": 700}
     planner = attn_ops.PrefillPlanner(8, 500, 0, **sizes)
     plan = planner.plan(indptr(qo_lens), indptr(kv_lens))
-    usual = _units(programs[128, False, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))
+    program = programs[_key(128, False)]
+    usual = _units(program, plan, 470, TILE, 13, kv_rows=sum(kv_lens))
     plan.queue[1] = listed
-    units = [u._replace(cta=0) for u in _units(programs[128, False, False], plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
+    units = [u._replace(cta=0) for u in _units(program, plan, 470, TILE, 13, kv_rows=sum(kv_lens))]
     assert len(set(units)) == len(units)
     assert set(units) <= {u._replace(cta=0) for u in usual}
 
@@ -217,7 +216,7 @@ def test_divisions_by_multiplication_are_exact() -> None:
 
     For groups above 512 from group - 2 on: before that the quotient is 0, since it is monotonic.
     """
-    one = prefill.SPECIALIZATIONS[PrefillKey(128, 128, "ragged", torch.bfloat16, False, False)]
+    one = prefill.SPECIALIZATIONS[PrefillKey(128, 128, "ragged", torch.bfloat16, False)]
     of_groups, of_any = cuda_host.rows_of(cuda_host.program(one, DIVISIONS), ())
     for compared, differences in (of_groups, of_any):
         assert compared > 3_000_000

@@ -30,6 +30,7 @@ def _problem(
         out_dtype=options.out_dtype or q.dtype,
         num_qo_heads=int(q.shape[1]),
         options=options.given(),
+        pos_encoding=options.pos_encoding,
         layout=layout,
         **sizes,
     )

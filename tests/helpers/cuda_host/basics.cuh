@@ -24,6 +24,8 @@ DEVICE float without_denormals(float x) { return std::fabs(x) < 0x1p-126f ? std:
 DEVICE float exp2_approx(float x) { return without_denormals(std::exp2(without_denormals(x))); }
 DEVICE float log2_approx(float x) { return std::log2(x); }
 DEVICE float reciprocal_approx(float x) { return without_denormals(1 / without_denormals(x)); }
+DEVICE float sin_approx(float x) { return std::sin(x); }
+DEVICE float cos_approx(float x) { return std::cos(x); }
 
 // prmt takes the lowest three bits of a digit as the byte's number; kernels here leave the fourth, the sign, at 0.
 DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {

@@ -51,6 +51,7 @@ DEVICE void store_shared(uint32 to, float x, float y) {
 }
 DEVICE void store_shared(uint32 to, float x) { *static_cast<float*>(host::from_shared_address(to)) = x; }
 DEVICE void store_shared(uint32 to, uint4 v) { *static_cast<uint4*>(host::from_shared_address(to)) = v; }
+DEVICE uint2 load_two_words(uint32 from) { return *static_cast<const uint2*>(host::from_shared_address(from)); }
 DEVICE uint4 load_shared(uint32 from) { return *static_cast<const uint4*>(host::from_shared_address(from)); }
 DEVICE void load_matrices(uint32 (&m)[4], uint32 row) {
   const int lane = threadIdx.x % 32;
