@@ -34,7 +34,6 @@ DEVICE void convert_queries(const Problem& p, uint32 queries, float* scales, int
     }
     if (chunk == 0) scales[row] = inverse_of_power(scale);
   }
-  fence_async_shared();
 }
 static_assert(kRowChunks == 8);
 

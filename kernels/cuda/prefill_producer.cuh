@@ -272,7 +272,10 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
     copy_queries(p, q, unit, to, thread);
   }
 #if KV_FP8
-  if (exists && q.converts) convert_queries(p, to, shared.query_scales[buffer], thread);
+  if (exists && q.converts) {
+    convert_queries(p, to, shared.query_scales[buffer], thread);
+    fence_async_shared();
+  }
 #endif
   arrive(full);
   mark(kIssue);

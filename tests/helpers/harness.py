@@ -61,21 +61,25 @@ class Setup:
             for name in CPU_BACKENDS if backend == "reference" else (backend,):
                 out, lse = torch.ops.attn.single_prefill(self.q[rows], k, v, mask=mask, backend=name, **options)
                 assert out.dtype == (self.case.out_dtype or self.case.dtype)
-                self.expected.rows(rows).check(out, lse, **self.tolerance(name))
+                tolerance = self.tolerance(name)
+                expected = self._exact(tolerance.pop("rotated_dtype", None))
+                expected.rows(rows).check(out, lse, **tolerance)
 
-    def tolerance(self, backend: str) -> dict[str, float]:
+    def tolerance(self, backend: str) -> dict[str, Any]:
         """How much further than the reference the kernels of ``backend`` may be from the oracle.
 
-        They round rotated queries and keys to the dtype, and compute with FP8 keys and values in float16. The scale of
-        the values also multiplies what a probability that underflows has lost.
+        They round rotated queries and keys to the dtype, as the oracle then does, and compute with FP8 keys and values
+        in float16. The scale of the values also multiplies what a probability that underflows has lost.
         """
-        case, tolerance = self.case, dict[str, float]()
+        case, tolerance = self.case, dict[str, Any]()
         if case.out_dtype is not None and case.dtype != torch.float32:
             tolerance["eps"] = torch.finfo(case.dtype).eps
         if backend in ("auto", "reference"):
             return tolerance
         if case.pos_encoding == "ROPE_LLAMA":
-            tolerance["float32_eps"] = torch.finfo(case.dtype).eps / 8
+            rounds = case.dtype != torch.float32 and case.kv_dtype is None
+            tolerance["float32_eps"] = torch.finfo(case.dtype).eps / (64 if rounds else 8)
+            tolerance["rotated_dtype"] = case.dtype if rounds else None
         if case.kv_dtype is not None and case.dtype in (torch.float16, torch.bfloat16):
             tolerance["smallest"] = torch.finfo(torch.float16).smallest_normal
         if case.kv_scale is not None:
@@ -83,10 +87,12 @@ class Setup:
             tolerance["smallest"] = smallest * max(1.0, case.kv_scale[1])
         return tolerance
 
-    def check(self, out: Tensor, lse: Tensor | None = None, **tolerance: float) -> None:
+    def check(
+        self, out: Tensor, lse: Tensor | None = None, rotated_dtype: torch.dtype | None = None, **tolerance: float
+    ) -> None:
         assert out.dtype == (self.case.out_dtype or self.case.dtype)
         assert out.is_contiguous()
-        self.expected.check(out, lse, **tolerance)
+        self._exact(rotated_dtype).check(out, lse, **tolerance)
 
     def fill_with_nan(self, tokens: Tensor) -> None:
         """The keys and values of these ``tokens``, of the first request if KV is paged, in FP8 or 16 bits."""
@@ -135,7 +141,10 @@ class Setup:
     def expected(self) -> Expected:
         return self._expected(Expected)
 
-    def _expected(self, kind: Any) -> Any:
+    def _exact(self, rotated_dtype: torch.dtype | None) -> Expected:
+        return self.expected if rotated_dtype is None else self._expected(Expected, rotated_dtype=rotated_dtype)
+
+    def _expected(self, kind: Any, **options: Any) -> Any:
         """By ``kind``, :class:`Expected` or :class:`Fp8Expected`."""
         # A decode row is the last of its sequence: the causal mask hides no key from it.
         rows = self.q[: sum(self.qo_lens)].split(self.qo_lens)
@@ -157,6 +166,7 @@ class Setup:
             pos_encoding=self.case.pos_encoding,
             rope_scale=self.case.rope[0],
             rope_theta=self.case.rope[1],
+            **options,
         )
 
     def replan(self) -> None:

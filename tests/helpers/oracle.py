@@ -34,12 +34,13 @@ def attention(
     pos_encoding: str = "NONE",
     rope_theta: float = 1e4,
     rope_scale: float = 1.0,
+    rotated_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One request: ``q [n, Hq, Dqk]`` attends to ``k [m, Hkv, Dqk]`` and ``v [m, Hkv, Dvo]``.
 
     ``mask [n, m]`` is True where a row sees a key, and overrides ``causal``. Returns ``out [n, Hq, Dvo]`` and the
     base-2 ``lse [n, Hq]``, float64 on the CPU. A row without keys gives 0 and -inf, or the
-    sink's LSE.
+    sink's LSE. Rotated queries and keys are rounded to ``rotated_dtype``, if it is given.
     """
     q, k, v = (t.detach().cpu().double() for t in (q, k, v))
     (n, num_qo_heads, dim), (m, num_kv_heads, _) = q.shape, k.shape
@@ -47,6 +48,8 @@ def attention(
     if pos_encoding == "ROPE_LLAMA":
         q = rope_llama(q, torch.arange(m - n, m), rope_theta, rope_scale)
         k = rope_llama(k, torch.arange(m), rope_theta, rope_scale)
+        if rotated_dtype is not None:
+            q, k = (t.to(rotated_dtype).double() for t in (q, k))
     slopes = alibi_slopes(num_qo_heads) if pos_encoding == "ALIBI" else [0.0] * num_qo_heads
     slope = torch.tensor(slopes, dtype=torch.float64)[:, None]
     sink = q.new_full((num_qo_heads,), -math.inf) if sinks is None else sinks.detach().cpu().double()
@@ -123,7 +126,8 @@ class Expected:
 
     ``reach`` is the largest ``sum_d |q_d k_d| * sm_scale`` of a row. Sums in float32 have an error of a few eps of it
     in every logit, and so in the LSE and the probabilities, whatever the dtype. The same holds for the size of the
-    LSE, which a sink may dominate. Rotation has an error of an eps of the angle, which is as large as the position.
+    LSE, which a sink may dominate. Rotation has an error of an eps of the angle, which is as large as the position;
+    where rotated numbers are rounded to 16 bits, it changes the rounding of a few.
     Below the smallest normal number of the dtype nothing is promised.
     """
 
@@ -140,7 +144,7 @@ class Expected:
             v = v.double()
             both, lse = attention(q, k, torch.cat((v, v.abs()), -1), mask=mask[0] if mask else None, **options)
             reach = _reach(q, k, options.get("sm_scale"))
-            if options.get("pos_encoding") == "ROPE_LLAMA":
+            if options.get("pos_encoding") == "ROPE_LLAMA" and not options.get("rotated_dtype"):
                 reach = reach * (1 + len(k))
             rows.append((*both.split(v.shape[-1], -1), lse, reach))
         out, spread, lse, reach = (torch.cat(column) for column in zip(*rows, strict=True))

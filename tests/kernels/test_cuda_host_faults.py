@@ -66,7 +66,8 @@ PREFILL_FAULTS = {
         "race|more arrivals",
     ),
     "another number of bytes": Planted(
-        Fault("arrive_expect(full, blocks * kQueryBytes);", "arrive_expect(full, 64);"), "lacks 0 of 1 arrivals and -"
+        Fault("arrive_expect(loaded, blocks * kQueryBytes);", "arrive_expect(loaded, 64);"),
+        "lacks 0 of 1 arrivals and -",
     ),
     "no wait for values": Planted(
         Fault(f"{VALUES_FULL}\n      {VALUES_FENCE}", VALUES_FENCE),
@@ -119,8 +120,8 @@ PREFILL_FAULTS = {
     ),
     "arrival before copies": Planted(
         Fault(
-            "if (exists) copy_queries(p, q, unit, to, thread);\n    arrive(full);",
-            "arrive(full);\n    if (exists) copy_queries(p, q, unit, to, thread);",
+            "copy_queries(p, q, unit, to, thread);",
+            "arrive(full);\n    return copy_queries(p, q, unit, to, thread);",
         ),
         "race|uninitialised",
         case="odd",
@@ -145,8 +146,10 @@ PREFILL_FAULTS = {
     "no wait for earlier kernels": Planted(Fault("wait_for_earlier_kernels();", ""), "before griddepcontrol.wait"),
 }
 
-RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + part * 8);"
+RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + stage * 8);"
 CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {RELEASE}"
+
+CONVERT_QUERIES = "convert_queries(p, to, shared.query_scales[buffer], thread);"
 
 FP8_FAULTS = {
     "no proxy fence after conversions": Planted(
@@ -156,7 +159,7 @@ FP8_FAULTS = {
         Fault(CONVERTED, CONVERTED.replace("__syncwarp();\n      ", "")), "race|no proxy fence"
     ),
     "a tile is converted before it has arrived": Planted(
-        Fault("wait(tiles.fp8_full + part * 8, tile & 1);", ""), "race|uninitialised"
+        Fault("wait(tiles.fp8_full + stage * 8, loaded / kFp8Stages & 1);", ""), "race|uninitialised"
     ),
     "a tile is loaded over one that is converted": Planted(
         Fault("tiles.wait_for_empty(tile);", "", 2), "race|more arrivals"
@@ -167,9 +170,42 @@ FP8_FAULTS = {
     "the end is passed on while tiles are converted": Planted(
         Fault("for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);", ""), "race|more arrivals"
     ),
-    "the end is not passed on": Planted(Fault("if (lane < kProducerArrivals) arrive(full);", ""), "deadlock"),
+    "the end is not passed on": Planted(
+        Fault("if (lane < kProducerArrivals) arrive(full + tile % kStages * 8);", ""), "deadlock"
+    ),
+    "queries are converted before they have arrived": Planted(
+        Fault("wait(loaded, n / kQueries & 1);", ""), "race|uninitialised"
+    ),
+    "no proxy fence after queries are converted": Planted(
+        Fault(f"{CONVERT_QUERIES}\n    fence_async_shared();", CONVERT_QUERIES), "no proxy fence"
+    ),
+    "queries have no scale": Planted(Fault("scales[row] = inverse_of_power(scale);", "scales[row] = 1;"), "differs"),
     "a converted tile is not passed on": Planted(
         Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
+    ),
+}
+
+ROTATED_KEYS = "fence_async_shared();\n      arrive_by_warp(shared_address(&shared.k_full[tile % (2 * kKeyStages)]));"
+
+ROPE_FAULTS = {
+    "queries are rotated before they have arrived": Planted(
+        Fault("wait(shared_address(&shared.q_loaded[buffer]), n / kQueries & 1);", ""), "race|uninitialised"
+    ),
+    "keys are rotated before they have arrived": Planted(
+        Fault("wait(shared_address(&shared.k_loaded[stage]), tile / kKeyStages & 1);", ""), "race|uninitialised"
+    ),
+    "no proxy fence after keys": Planted(
+        Fault(ROTATED_KEYS, ROTATED_KEYS.removeprefix("fence_async_shared();")), "no proxy fence"
+    ),
+    "rotated keys are not passed on": Planted(Fault(ROTATED_KEYS, "fence_async_shared();"), "deadlock"),
+    "the end is not passed on": Planted(Fault("if (stored < 0) return;", "", 2), "deadlock|outside"),
+    "angles of the first row for all": Planted(Fault("angles.add(step);", ""), "differs"),
+    "positions of the query tile": Planted(
+        Fault(
+            "return Angles(frequencies, position + row_of(first + i + row));",
+            "return Angles(frequencies, row_of(first + i + row));",
+        ),
+        "differs",
     ),
 }
 
@@ -341,8 +377,8 @@ FEWER = "more arrivals|race|uninitialised|deadlock"
 PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
     "an arrival fewer for keys": Planted(
         Fault(
-            "for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers);",
-            "for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), writers - 1);",
+            "init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : writers);",
+            "init_barrier(shared_address(&barrier), writers - 1);",
         ),
         FEWER,
     ),
@@ -356,14 +392,14 @@ PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
     "the next unit while a producer reads this one": Planted(
         Fault(
             "init_barrier(shared_address(&shared.unit_empty),\n"
-            "                 Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + (q_box_rows ? 1 : kQueryThreads));",
+            "                 Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + queries.threads());",
             "init_barrier(shared_address(&shared.unit_empty), kProducerWarps - 1);",
         ),
         "race|more|deadlock",
     ),
     "the queries of one producer alone": Planted(
         Fault(
-            "if (kTensorProducers > 1 && part && (!q.box_rows || query_thread == 0))\n"
+            "if (kTensorProducers > 1 && part && (!q.by_one_thread() || query_thread == 0))\n"
             "      load_queries(p, q, unit, n, shared, query_thread);",
             "if (!VALUES && part) load_queries(p, q, unit, n, shared, query_thread);",
         ),
@@ -522,9 +558,16 @@ def test_faults_of_mla_by_tokens_are_noticed(name: str) -> None:
 @pytest.mark.parametrize("name", ["", *FP8_FAULTS])
 def test_faults_of_fp8_are_noticed(name: str) -> None:
     sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (70, 33), "heads": (4, 2)}
-    noticed = pytest.raises(HostError, match=FP8_FAULTS[name].message) if name else contextlib.nullcontext()
-    with noticed:
+    with _noticed(FP8_FAULTS, name):
         attend("prefill", prefill_case("FP8 KV", **sizes, **FP8_KV), _faulty(FP8_FAULTS, name))
+
+
+@pytest.mark.parametrize("name", ["", *ROPE_FAULTS])
+def test_faults_of_rope_are_noticed(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (70, 33), "heads": (4, 2)}
+    case = prefill_case("RoPE", **sizes, pos_encoding="ROPE_LLAMA", causal=True)
+    with _noticed(ROPE_FAULTS, name):
+        attend("prefill", case, _faulty(ROPE_FAULTS, name))
 
 
 @pytest.mark.parametrize("name", ["", *MLA_FAULTS])
