@@ -48,11 +48,11 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     Masked tiles alone load the bounds. With a custom mask all tiles are masked, and more is loaded.
     """
     if key.custom_mask:
-        return (9, 1)
-    three_consumers = key[:2] == (64, 64) and not (key.fp8 or key.rope)
+        return (11, 1)
+    has_160_registers = key[:2] == (64, 64) and (key.rows == "few" or not (key.fp8 or key.rope))  # and long tiles
     if key[:2] == (128, 128) and key.dtype == E4M3:
         return (5, 0)  # the fifth is a sum
-    return (4, 0) if three_consumers else (0, 0)
+    return (4, 0) if has_160_registers else (0, 0)
 
 
 def _finishes_early(key: PrefillKey) -> bool:
