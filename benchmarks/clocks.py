@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -19,9 +19,9 @@ from attn_ops.kernels.cuda.compile import FOLDER
 from attn_ops.kernels.cuda.kernel import Specialization
 from torch import Tensor
 
-from attn_ops.ops.cuda_kernels import mla_by_tokens
 from benchmarks import report
 from benchmarks.comparison import release_memory
+from benchmarks.prefill import op_options
 from benchmarks.prefill_problem import MlaProblem, PrefillProblem
 from benchmarks.prefill_rows import MLA_ROWS, PREFILL_FP8_ROWS, PREFILL_ROWS
 from benchmarks.timing import Call
@@ -29,7 +29,9 @@ from benchmarks.timing import Call
 CONSUMERS = {"consumer 0": (4, 5, 6, 7), "consumer 1": (8, 9, 10, 11)}
 CONSUMER_2 = {"consumer 2": (12, 13, 14, 15)}
 CONSUMERS_AFTER_CONVERTERS = {name: tuple(warp + 4 for warp in warps) for name, warps in CONSUMERS.items()}
+CONSUMERS_AFTER_MANY_CONVERTERS = {name: tuple(warp + 8 for warp in warps) for name, warps in CONSUMERS.items()}
 CONVERTERS = {"converter K": (4, 5), "converter V": (6, 7)}
+MANY_CONVERTERS = {"converter K": (4, 5, 6, 7), "converter V": (8, 9, 10, 11)}
 MLA_PRODUCERS = {"producer KV": (0,), "producer Q": (2,)}
 PREFILL_PRODUCERS = {"producer K": (0,), "producer V": (1,), "producer Q": (2,)}
 
@@ -40,15 +42,15 @@ ROLES = {
     "mla, one consumer KV_FP8": {**MLA_PRODUCERS, "converter": (4, 5, 6, 7), "consumer 0": CONSUMERS["consumer 1"]},
     "prefill": {**PREFILL_PRODUCERS, **CONSUMERS},
     "prefill, three consumers": {**PREFILL_PRODUCERS, **CONSUMERS, **CONSUMER_2},
-    "prefill KV_FP8": {
-        **PREFILL_PRODUCERS,
-        **CONVERTERS,
-        **CONSUMERS_AFTER_CONVERTERS,
-    },
+    "prefill KV_FP8": {**PREFILL_PRODUCERS, **CONVERTERS, **CONSUMERS_AFTER_CONVERTERS},
+    "prefill KV_FP8, few rows": {**PREFILL_PRODUCERS, **MANY_CONVERTERS, **CONSUMERS_AFTER_MANY_CONVERTERS},
+    "prefill RoPE": {**PREFILL_PRODUCERS, "converter": (4, 5, 6, 7), **CONSUMERS_AFTER_CONVERTERS},
 }
 """The warps of each role, by kernel. Those that are not named do nothing, except where producers copy tokens by
 ``cp.async``: there MLA has four producers of KV tiles, warps 0 to 3, and in prefill warps 2 and 3 may be producers of
 keys and of values too."""
+
+MANY_CONVERTERS_THREADS = prefill.FEW_ROWS_TILES[128, 128].threads
 
 CLOCK_BYTES = 24
 """``sizeof(WarpClock)``."""
@@ -90,13 +92,20 @@ def clocked(one: Specialization) -> Specialization:
     )
 
 
+class Recorded(NamedTuple):
+    """A launch, and its clocks ``[CTAs, warps, columns]``."""
+
+    kernel: Specialization
+    clocks: Tensor
+
+
 @contextmanager
-def recording(count: int = 1) -> Iterator[list[Tensor]]:
-    """Launch ``count`` kernels on one grid with clocks. The list gets the clocks ``[CTAs, warps, columns]`` of each.
+def recording(count: int = 1) -> Iterator[list[Recorded]]:
+    """Launch ``count`` kernels on one grid with clocks, which the list gets.
 
     The first launch allocates those of all, so that no other kernel runs between.
     """
-    launches: list[Tensor] = []
+    launches: list[Recorded] = []
     unused: list[Tensor] = []
 
     def with_clocks(launch: Callable[..., None], one: Specialization, grid: Sequence[Any], /, **arguments: Any) -> None:
@@ -104,8 +113,8 @@ def recording(count: int = 1) -> Iterator[list[Tensor]]:
         if not unused:
             size = count - len(launches), int(grid[0]), one.threads // 32, len(phases) + len(others)
             unused.extend(torch.zeros(size, dtype=torch.int64, device=arguments["out"].device))
-        launches.append(unused.pop(0))
-        launch(clocked(one), grid, **arguments, clocks=launches[-1])
+        launches.append(Recorded(one, unused.pop(0)))
+        launch(clocked(one), grid, **arguments, clocks=launches[-1].clocks)
 
     with (
         mock.patch.object(mla, "launch", functools.partial(with_clocks, mla.launch)),
@@ -147,8 +156,7 @@ def _mla(p: MlaProblem) -> Call:
 
 
 def _prefill(p: PrefillProblem) -> Call:
-    planner = p.planner(paged=True)
-    options = {"causal": p.row.causal, "out_dtype": p.dtype if p.row.fp8_query else None}
+    planner, options = p.planner(paged=True), op_options(p)
     return lambda i: prefill.batch_prefill(
         p.q, p.k_caches[i], p.v_caches[i], list(planner.state), planner.workspace, **options
     )
@@ -161,15 +169,17 @@ KERNELS: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Ca
 }
 
 
-def _roles(kernel: str, row: Any, threads: int) -> str:
-    """The name in :data:`ROLES` of a kernel with CTAs of ``threads`` threads."""
-    if kernel == "mla":
-        units = mla.units_of(row.num_heads, row.fp8, mla_by_tokens(row.page_size))
-        consumers = "mla" if units.kernel == kernel else "mla, one consumer"
-        return f"{consumers} KV_FP8" if row.fp8 else consumers
-    if row.fp8:
-        return "prefill" if row.fp8_query else "prefill KV_FP8"
-    return "prefill, three consumers" if threads == prefill.LARGE_BATCH_TILES[128, 128].threads else "prefill"
+def roles(one: Specialization) -> str:
+    """The name in :data:`ROLES` of a kernel."""
+    macros = dict(one.macros)
+    if one.kernel.source != "prefill.cu":
+        consumers = "mla" if one.kernel.source == "mla.cu" else "mla, one consumer"
+        return f"{consumers} KV_FP8" if macros.get("KV_FP8") else consumers
+    if macros.get("KV_FP8"):
+        return "prefill KV_FP8, few rows" if one.threads == MANY_CONVERTERS_THREADS else "prefill KV_FP8"
+    if macros.get("ROPE"):
+        return "prefill RoPE"
+    return "prefill, three consumers" if macros["CONSUMERS"] == 3 else "prefill"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,8 +200,8 @@ def run(args: argparse.Namespace) -> None:
                 for i in range(WARM_UP + LAUNCHES):
                     call(i % problem.copies)
             torch.cuda.synchronize()
-            clocks = torch.stack(launches[WARM_UP:]).cpu()
+            clocks = torch.stack([launch.clocks for launch in launches[WARM_UP:]]).cpu()
             print(f"\n{name}, {rows[index].name}: us from the first start: {span(clocks)}\n")
-            print("\n".join(report.table(account(clocks, ROLES[_roles(name, rows[index], 32 * clocks.shape[2])]))))
+            print("\n".join(report.table(account(clocks, ROLES[roles(launches[0].kernel)]))))
             del problem, call, launches
             release_memory()

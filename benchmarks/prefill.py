@@ -37,23 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
 
 
-def _options(p: PrefillProblem, backend: str) -> dict[str, Any]:
+def op_options(p: PrefillProblem) -> dict[str, Any]:
+    """The options of the row, for ops and kernels."""
     row = p.row
     options: dict[str, Any] = {"causal": row.causal, "window_left": row.window_left}
     options |= {"logits_soft_cap": row.logits_soft_cap, "mask": p.packed_mask()}
     options |= {"pos_encoding": "ROPE_LLAMA"} if row.rope else {}
-    return options | {"out_dtype": p.dtype if row.fp8_query else None, "backend": backend}
+    return options | {"out_dtype": p.dtype if row.fp8_query else None}
 
 
 def _paged(p: PrefillProblem, backend: str = "auto") -> Call:
-    planner, options = p.planner(paged=True), _options(p, backend)
+    planner, options = p.planner(paged=True), {**op_options(p), "backend": backend}
     return lambda i: torch.ops.attn.batch_prefill(
         p.q, p.k_caches[i], p.v_caches[i], planner.state, planner.workspace, **options
     )[0]
 
 
 def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
-    planner, options = p.planner(paged=False), _options(p, backend)
+    planner, options = p.planner(paged=False), {**op_options(p), "backend": backend}
     return lambda i: torch.ops.attn.ragged_prefill(
         p.q, p.keys[i], p.values[i], planner.state, planner.workspace, **options
     )[0]

@@ -66,6 +66,9 @@ class Problem:
     layout: MemoryLayout = ORDINARY
     context_ranks: int = 1
 
+    def __post_init__(self) -> None:
+        assert ("pos_encoding" in self.options) == (self.pos_encoding != "NONE")
+
 
 @dataclass(frozen=True)
 class Backend:

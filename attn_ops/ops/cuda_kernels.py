@@ -142,7 +142,7 @@ class PrefillKey(NamedTuple):
         of_products = torch.float16 if fp8 and dtype not in FP8 else dtype
         return cls(*dims, loads, of_products, fp8, custom_mask=custom_mask, rope=rope)
 
-    def others(self) -> list[PrefillKey]:
+    def variants(self) -> list[PrefillKey]:
         """This key, for any rows, and those of special kernels for few or many rows."""
         dims = self.head_dim_qk, self.head_dim_vo
         converted = self.fp8 and self.dtype not in FP8

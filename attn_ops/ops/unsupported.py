@@ -301,10 +301,10 @@ def _cuda_prefill(
     return _cuda(
         p,
         "prefill",
-        key.others(),
+        key.variants(),
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
-            (dims in head_dims, f"head dimensions {dims[0]} and {dims[1]} have no tile"),
+            (dims in head_dims, f"head dimensions {dims[0]} and {dims[1]} have no tile{' with RoPE' * rope}"),
             (
                 p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
                 f"it needs at most {CUDA_PREFILL_GROUP} query heads per KV head",
@@ -338,7 +338,8 @@ def cuda_prefill(p: Problem) -> list[str]:
     """Keys and values of the query's dtype."""
     checks = [_is_16_bit(p), (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), *_has_prefill_maps(p)]
     if p.pos_encoding == "ROPE_LLAMA":
-        options = CUDA_PREFILL_OPTIONS - {"mask"} | {"pos_encoding"}
+        checks.append(("mask" not in p.options, "it does not implement RoPE with a custom mask"))
+        options = CUDA_PREFILL_OPTIONS | {"pos_encoding"}
         return _cuda_prefill(p, checks, options, CUDA_PREFILL_ROPE_HEAD_DIMS)
     return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS)
 
@@ -356,6 +357,6 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
 
 
 def cuda_prefill_fp8(p: Problem) -> list[str]:
-    """FP8 keys and values, which are converted to the dtype of the query."""
+    """FP8 keys and values of 16-bit queries, which are converted to float16."""
     checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"), *_has_prefill_maps(p)]
     return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})

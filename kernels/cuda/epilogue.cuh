@@ -103,7 +103,7 @@ DEVICE void store_partial(float* partial, const float (&output)[N], int first_co
 // The same in a 16-bit type, 16 bytes at a time.
 template <OutType TYPE, int WIDTH, int N>
 DEVICE void store_vectors(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
-                             const bool (&exists)[2]) {
+                          const bool (&exists)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     uint4* to = static_cast<uint4*>(out) + row[r] * (WIDTH / 8) + first_column / 8 + threadIdx.x % 4;
@@ -119,13 +119,13 @@ DEVICE void store_vectors(void* out, const float (&output)[N], int first_column,
   }
 }
 
-// The same in any type. ALSO is one, besides that of the operands, that queries may have.
-template <int WIDTH, OutType ALSO = kLikeQuery, int N>
+// The same in any type. Vectors are those of the operands' type and of ALSO, another one that queries may have.
+template <int WIDTH, OutType ALSO = kLikeOperands, int N>
 DEVICE void store_as(int type, void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
                      const bool (&exists)[2]) {
   constexpr OutType kOfOperands = DTYPE == 2 ? kBFloat16 : kFloat16;
-  if (type == kLikeQuery) return store_vectors<kOfOperands, WIDTH>(out, output, first_column, row, exists);
-  if constexpr (ALSO != kLikeQuery)
+  if (type == kLikeOperands) return store_vectors<kOfOperands, WIDTH>(out, output, first_column, row, exists);
+  if constexpr (ALSO != kLikeOperands)
     if (type == ALSO) return store_vectors<ALSO, WIDTH>(out, output, first_column, row, exists);
   switch (type) {
     case kFloat32: return store_rows<kFloat32, WIDTH>(out, output, first_column, row, exists);

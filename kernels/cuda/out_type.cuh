@@ -5,7 +5,7 @@
 namespace attn_ops {
 namespace {
 
-enum OutType { kLikeQuery, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
+enum OutType { kLikeOperands, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
 
 // Two floats as a pair of another type. FP8 saturates.
 template <OutType TYPE>

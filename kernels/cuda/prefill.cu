@@ -53,7 +53,8 @@
 //                       wait for unit_full; wait for q_empty[b]; write its QueryBlock and load its queries; they
 //                       complete q_full[b]; arrive on unit_empty
 //         [producers K and V]  wait for unit_full, read the unit. Producer V arrives on unit_empty
-//     2.  [consumer]    wait for q_full[b]; with heads of 128 in 16 bits, load Q into registers
+//     2.  [consumer]    wait for q_full[b]; with heads of 128 in 16 bits without RoPE, load Q into
+//                       registers
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  wait for k_empty[j]; expect the bytes of the tile on k_full[j]; issue a TMA load for each box;
 //                       load the page numbers of tile j+1. With kTilesAhead tiles of the unit left: arrive on
@@ -151,16 +152,17 @@ namespace attn_ops {
 //     maximum before that tile).
 // Barriers: k_full and v_full, two for each stage: an arrival of the producer, and the bytes that TMA loads; with
 //     KV_CP_ASYNC an arrival of each thread that copies; with FP8 KV, and of keys with RoPE, an arrival of each warp
-//     of converters. k_loaded, one for each stage: as k_full without RoPE. fp8_full and fp8_empty, one for each FP8
-//     stage: as full barriers without FP8, and an arrival of each warp of converters. k_empty and v_empty, one for
-//     each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an arrival and the
-//     bytes, or an arrival of each thread that copies or converts, or with RoPE of each warp of converters; q_loaded:
-//     what q_full has otherwise. q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the
-//     scheduler. unit_empty: an arrival of each warp that is a producer of K or V, and of each other thread that loads
-//     queries; with FP8 products of each producer warp. staging: an arrival of producer V, and the bytes. Named
-//     barriers: one for each consumer in order, of its threads and those of the consumer before it (step 8); one of
-//     the threads of two consumers, around the exchange of step 12. With FP8 products v_empty and t_full, two for each
-//     stage as v_full, have an arrival of each warp that transposes, and t_empty those that v_empty has otherwise.
+//     that converts the tensor. k_loaded, one for each stage: as k_full without RoPE. fp8_full and fp8_empty, one for
+//     each FP8 stage: as full barriers without FP8, and an arrival of each warp that converts the tensor. k_empty and
+//     v_empty, one for each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an
+//     arrival and the bytes, or an arrival of each thread that copies or converts, or with RoPE of each warp of
+//     converters. q_loaded: with RoPE what q_full has without it, with FP8 KV an arrival and the bytes of TMA.
+//     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an
+//     arrival of each warp that is a producer of K or V, and of each other thread that loads queries; with FP8
+//     products of each producer warp. staging: an arrival of producer V, and the bytes. Named barriers: one for each
+//     consumer in order, of its threads and those of the consumer before it (step 8); one of the threads of two
+//     consumers, around the exchange of step 12. With FP8 products v_empty and t_full, two for each stage as v_full,
+//     have an arrival of each warp that transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
@@ -242,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   };
   const int q_box_rows = kPackedRows % group ? 0 : kPackedRows / group;  // rows of q in a box of its map
 #if !KV_FP8
-  constexpr int query_type = kLikeQuery;
+  constexpr int query_type = kLikeOperands;
 #endif
   const bool converts_queries = query_type == kBFloat16;
   const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head, converts_queries};
@@ -323,8 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
     const int consumer = (warp - kFirstConsumerWarp) / kConsumerWarps;
     if (kConsumers == 2 || consumer < p.consumers())
-      consume(consumer, p, {scale, cap, converts_queries, {sinks, out, lse, partial, out_type, kv_scale}},
-              shared);
+      consume(consumer, p, {scale, cap, converts_queries, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
   }
   stop_clocks();
 }

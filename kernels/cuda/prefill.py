@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -186,55 +186,74 @@ E4M3 = torch.float8_e4m3fn
 
 
 def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
-    """The specialization for query tiles of so many packed rows, of those that are ``key`` for any rows."""
+    """``key``, which is for any rows, or the special one for query tiles of so many packed rows."""
     rows = "few" if packed_rows <= PACKED_ROWS else "many" if fills_three_consumers(packed_rows) else "any"
     of_rows = key._replace(rows=rows)
-    return of_rows if of_rows in key.others() else key
+    return of_rows if of_rows in key.variants() else key
 
 
-def tile_of(key: PrefillKey) -> Tile:
-    """The tile of a specialization."""
-    dims = key.head_dim_qk, key.head_dim_vo
-    if key.fp8:
-        return (FP8_TILES if key.dtype == E4M3 else FEW_ROWS_TILES if key.rows == "few" else KV_FP8_TILES)[dims]
-    return (ROPE_TILES if key.rope else LARGE_BATCH_TILES if key.rows == "many" else TILES)[dims]
+class Images(NamedTuple):
+    """Specializations that have a table of tiles in common. ``macros`` are those besides sizes and loads."""
+
+    tiles: dict[tuple[int, int], Tile]
+    kernels: dict[tuple[str, bool], Kernel]
+    dtypes: Sequence[torch.dtype] = tuple(DTYPES)
+    macros: Mapping[str, int] = {}
+    rows: str = "any"
+    loads: Sequence[str] = LOADS
+    masks: Sequence[bool] = (False,)
 
 
-SPECIALIZATIONS = {
-    PrefillKey(*dims, loads, dtype, fp8, rows, custom_mask, kernels is ROPE_KERNELS): Specialization(
-        kernels[loads, custom_mask],
+IMAGES = (
+    Images(TILES, KERNELS, masks=(False, True)),
+    Images(LARGE_BATCH_TILES, KERNELS, rows="many"),
+    Images(KV_FP8_TILES, KV_FP8_KERNELS, (torch.float16,), {"KV_FP8": 1}, masks=(False, True)),
+    Images(
+        FEW_ROWS_TILES,
+        KV_FP8_KERNELS,
+        (torch.float16,),
+        {"KV_FP8": 1, "FEW_ROWS": 1},
+        rows="few",
+        loads=("pages", "tokens"),
+        masks=(False, True),
+    ),
+    Images(FP8_TILES, Q_FP8_KERNELS, (E4M3,), {"Q_FP8": 1}),
+    Images(ROPE_TILES, ROPE_KERNELS, macros={"ROPE": 1}),
+)
+
+
+def _specialization(images: Images, key: PrefillKey, tile: Tile) -> Specialization:
+    return Specialization(
+        images.kernels[key.loads, key.custom_mask],
         {
-            "HEAD_DIM_QK": dims[0],
-            "HEAD_DIM_VO": dims[1],
-            "PAGED": loads != "ragged",
-            "DTYPE": DTYPES.get(dtype, 2),
+            "HEAD_DIM_QK": key.head_dim_qk,
+            "HEAD_DIM_VO": key.head_dim_vo,
+            "PAGED": key.loads != "ragged",
+            "DTYPE": DTYPES.get(key.dtype, 2),
             "CONSUMERS": tile.consumers,
-            **({"KV_CP_ASYNC": 1} if loads == "tokens" else {}),
-            **({"CUSTOM_MASK": 1} if custom_mask else {}),
-            **macros,
+            **({"KV_CP_ASYNC": 1} if key.loads == "tokens" else {}),
+            **({"CUSTOM_MASK": 1} if key.custom_mask else {}),
+            **images.macros,
         },
         threads=tile.threads,
-        shared_bytes=tile.shared_bytes(*dims, dtype.itemsize, custom_mask),
+        shared_bytes=tile.shared_bytes(key.head_dim_qk, key.head_dim_vo, key.dtype.itemsize, key.custom_mask),
     )
-    for tiles, rows, dtypes, fp8, kernels, macros, all_loads, masks in (
-        (TILES, "any", tuple(DTYPES), False, KERNELS, {}, LOADS, (False, True)),
-        (LARGE_BATCH_TILES, "many", tuple(DTYPES), False, KERNELS, {}, LOADS, (False,)),
-        (KV_FP8_TILES, "any", (torch.float16,), True, KV_FP8_KERNELS, {"KV_FP8": 1}, LOADS, (False, True)),
-        (
-            *(FEW_ROWS_TILES, "few", (torch.float16,), True, KV_FP8_KERNELS),
-            *({"KV_FP8": 1, "FEW_ROWS": 1}, LOADS[1:], (False, True)),
-        ),
-        (FP8_TILES, "any", (E4M3,), True, Q_FP8_KERNELS, {"Q_FP8": 1}, LOADS, (False,)),
-        (ROPE_TILES, "any", tuple(DTYPES), False, ROPE_KERNELS, {"ROPE": 1}, LOADS, (False,)),
-    )
-    for dims, tile in tiles.items()
-    for loads in all_loads
-    for dtype in dtypes
-    for custom_mask in masks
-}
 
-LIKE_QUERY = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
-"""By dtype of a key: that of outputs whose threads store 16 bytes at a time, ``kLikeQuery``."""
+
+_ALL = [
+    (images, PrefillKey(*dims, loads, dtype, "KV_FP8" in images.macros or dtype == E4M3, images.rows, *of), tile)
+    for images in IMAGES
+    for dims, tile in images.tiles.items()
+    for loads in images.loads
+    for dtype in images.dtypes
+    for of in ((custom_mask, "ROPE" in images.macros) for custom_mask in images.masks)
+]
+TILE_OF = {key: tile for _, key, tile in _ALL}
+SPECIALIZATIONS = {key: _specialization(images, key, tile) for images, key, tile in _ALL}
+"""By key: the tile, and the kernel with its macros."""
+
+LIKE_OPERANDS = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
+"""By dtype of a :class:`PrefillKey`: that of outputs which ``kLikeOperands`` stands for."""
 
 
 def ragged_map(
@@ -273,7 +292,7 @@ def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
 
 def rope_arguments(o: AttentionOptions) -> dict[str, Any]:
     """The arguments of rotated queries and keys."""
-    return {} if o.pos_encoding == "NONE" else {"rope_theta": o.rope_theta, "rope_scale": o.rope_scale}
+    return {} if o.pos_encoding != "ROPE_LLAMA" else {"rope_theta": o.rope_theta, "rope_scale": o.rope_scale}
 
 
 def mask_arguments(mask: Tensor | None, plan: PrefillPlan | None) -> dict[str, Any]:
@@ -309,9 +328,9 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     loads, packed_rows = kv_loads(paged, page_size), tile_rows * group
-    options = {"custom_mask": o.mask is not None, "rope": o.pos_encoding != "NONE"}
+    options = {"custom_mask": o.mask is not None, "rope": o.pos_encoding == "ROPE_LLAMA"}
     key = key_of_rows(PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, **options), packed_rows)
-    tile = tile_of(key)
+    tile = TILE_OF[key]
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows))
     launch(
         SPECIALIZATIONS[key],
@@ -339,7 +358,7 @@ def launch_tiles(
         group=group,
         page_size=page_size,
         tile_rows=tile_rows,
-        out_type=0 if out.dtype == LIKE_QUERY[key.dtype] else OUT_TYPES[out.dtype],
+        out_type=0 if out.dtype == LIKE_OPERANDS[key.dtype] else OUT_TYPES[out.dtype],
     )
 
 

@@ -62,7 +62,7 @@ DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGr
   }
   rescale(output, norm);
   if (split) return store_partial<kDimVo>(to.partial, output, 0, to_row, exists);
-  store_as<kDimVo, KV_FP8 ? kBFloat16 : kLikeQuery>(to.out_type, to.out, output, 0, to_row, exists);
+  store_as<kDimVo, KV_FP8 ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, 0, to_row, exists);
 }
 
 // An accumulator passes through a query buffer that is smaller in parts.
@@ -224,7 +224,11 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     for (float& x : factors) x = factor;
 #if KV_FP8
     const float* const scales = shared.query_scales[n % kQueries] + line;  // of this thread's rows, 8 apart
-    if (arguments.cap <= 0 && arguments.scales_queries) factors[0] *= scales[0], factors[1] *= scales[8];
+    // Of logits themselves where something else comes before the factors.
+    const bool scales_logits = arguments.scales_queries && (arguments.cap > 0 || !folded);
+    if (arguments.scales_queries && !scales_logits)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) factors[r] = fminf(fmaxf(factor * scales[8 * r], kLeastFactor), kMostFactor);
 #endif
 
     Output output;
@@ -239,10 +243,10 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       const auto mask_tile = [&](int first) {
         if (first + kTile <= plain_end && first >= visible_begin) [[likely]] return;
         const bool visible_to_all = first + kTile <= visible_end && first >= visible_begin;
-        if (!folded) multiply(logits, kv_scale[0]);
 #if KV_FP8
-        if (arguments.cap > 0 && arguments.scales_queries) multiply_rows(logits, scales);
+        if (scales_logits) multiply_rows(logits, scales);
 #endif
+        if (!folded) multiply(logits, kv_scale[0]);
         if (arguments.cap > 0) soft_cap(logits, to_cap, visible_to_all && all_rows && !kCustomMask);
         if (!visible_to_all) mask(logits, rows, first);
 #if CUSTOM_MASK

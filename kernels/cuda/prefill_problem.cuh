@@ -100,6 +100,7 @@ constexpr int kNone = 1 << 30;                                   // a window wit
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
 constexpr int kBeforeAll = -1024;                                // less than any token plus a row of a unit
 constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
+constexpr float kLeastFactor = 0x1p-126f, kMostFactor = 0x1p126f;  // with that of a query: neither 0 nor inf
 enum NamedBarrier { kBothConsumers = 1, kFirstInOrder };  // the latter and following: Order
 
 // What consumers need of a unit. Producer Q computes it once, in 64 bits where sums may not fit in 32.

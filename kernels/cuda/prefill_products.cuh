@@ -1,4 +1,4 @@
-// Prefill: the products of a consumer in the 16-bit type of the query. `prefill_fp8_products.cuh` has the same in FP8.
+// Prefill: the products of a consumer of 16-bit operands. `prefill_fp8_products.cuh` has the same in FP8.
 #pragma once
 
 #include "descriptors.cuh"

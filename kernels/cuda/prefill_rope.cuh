@@ -43,7 +43,7 @@ struct Angles {
   DEVICE Angles(const Frequencies& frequencies, int position) {
 #pragma unroll
     for (int i = 0; i < kOwnPairs; ++i) {
-      const int turns = static_cast<int>(frequencies.turns[i] * uint64(int64(position)) >> 32);  // at most half a one
+      const int turns = static_cast<int>(frequencies.turns[i] * uint64(int64(position)) >> 32);  // at most half a turn
       const float radians = static_cast<float>(turns) * (3.14159265f * 0x1p-31f);
       sin[i] = sin_approx(radians), cos[i] = cos_approx(radians);
     }

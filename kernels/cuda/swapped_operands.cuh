@@ -81,7 +81,7 @@ DEVICE void store_four(void* out, int64 at, const float4& x) {
 
 DEVICE void store_four_as(int type, void* out, int64 at, const float4& x) {
   switch (type) {
-    case kLikeQuery: return store_four<DTYPE == 2 ? kBFloat16 : kFloat16>(out, at, x);
+    case kLikeOperands: return store_four<DTYPE == 2 ? kBFloat16 : kFloat16>(out, at, x);
     case kFloat32: return store_four<kFloat32>(out, at, x);
     case kFloat16: return store_four<kFloat16>(out, at, x);
     case kBFloat16: return store_four<kBFloat16>(out, at, x);

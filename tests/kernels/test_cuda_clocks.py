@@ -28,6 +28,8 @@ KERNELS = {
     "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True, False],
     "prefill": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False)],
     "prefill FP8": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.float16, True)],
+    "prefill FP8, few rows": prefill.SPECIALIZATIONS[PrefillKey(64, 64, "pages", torch.float16, True, "few")],
+    "prefill RoPE": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False, rope=True)],
 }
 
 
@@ -36,13 +38,13 @@ def test_every_row_of_mla_has_the_roles_of_its_kernel(row: Any) -> None:
     by_tokens = row.page_size % mla.TILE != 0
     units = mla.units_of(row.num_heads, row.fp8, by_tokens)
     one = mla.SPECIALIZATIONS[units.kernel, units.rows, 1, torch.bfloat16, row.fp8, by_tokens]
-    roles = clocks.ROLES[clocks._roles("mla", row, one.threads)]
+    roles = clocks.ROLES[clocks.roles(one)]
     assert sorted(warp for warps in roles.values() for warp in warps)[-1] < one.threads // 32
 
 
 PHASES = {
     "producer": {"Prologue", "Schedule", "WaitEmpty", "Issue"},
-    "converter": {"Prologue", "WaitKeys", "WaitEmpty", "Issue"},
+    "converter": {"Prologue", "WaitKeys", "Issue"},
     "consumer": {"WaitUnit", "Qk", "Softmax", "Pv", "Idle"},
 }
 """Phases in which each role is seen."""
@@ -77,14 +79,15 @@ def _mla(heads: int, kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
 
 
 def _prefill(
-    kv_dtype: torch.dtype = torch.bfloat16, dim: int = 128, tile_rows: int | None = None
+    kv_dtype: torch.dtype = torch.bfloat16, dim: int = 128, tile_rows: int | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     planner = _planner(2, 1, dim, dim, 100, tile_rows)
     q = torch.randn(300, 2, dim).bfloat16()
     k, v = (torch.randn(planner.max_pages, 64, 1, dim).to(kv_dtype) for _ in range(2))
-    return prefill.batch_prefill(q, k, v, list(planner.state), planner.workspace)
+    return prefill.batch_prefill(q, k, v, list(planner.state), planner.workspace, **options)
 
 
+FEW_ROWS = functools.partial(_prefill, torch.float8_e4m3fn, tile_rows=32)
 LARGE_BATCH = functools.partial(_prefill, tile_rows=96)
 
 
@@ -100,6 +103,8 @@ LARGE_BATCH = functools.partial(_prefill, tile_rows=96)
         ("prefill, three consumers", functools.partial(_prefill, dim=64, tile_rows=96)),
         ("prefill, three consumers", LARGE_BATCH),
         ("prefill KV_FP8", functools.partial(_prefill, torch.float8_e4m3fn)),
+        ("prefill KV_FP8, few rows", FEW_ROWS),
+        ("prefill RoPE", functools.partial(_prefill, pos_encoding="ROPE_LLAMA")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -114,12 +119,13 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
             with clocks.recording() as launches:
                 results.append(call())
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    (found,) = launches
+    ((one, found),) = launches
     phases, others = clocks.columns()
     of = dict(zip((*phases, *others), found.unbind(2), strict=True))
     assert (found >= 0).all()
     assert (found[:, :, : len(phases)].sum(2) <= of["Whole"]).all()
     assert (16 * (of["Whole"] - 1) <= of["EndNs"] - of["BeginNs"]).all(), "a cycle of the host has 16 ns"
+    assert clocks.roles(one) == kernel
     roles = clocks.ROLES[kernel]
     for name, warps in roles.items():
         seen = {phase for phase in phases if of[phase][:, list(warps)].any()}
@@ -130,6 +136,8 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
         assert sum(consumers) == TILES * (2 if call.args == (128,) else 1)
     elif kernel.startswith("mla, one consumer"):
         assert consumers == [TILES]
+    elif call is FEW_ROWS:  # four query tiles of each request; consumers take KV tiles of 64 tokens in turn
+        assert sum(consumers) == 4 * TILES
     else:  # 200 packed rows, of which each consumer has 64 of every 128 or 192; tiles of 128 tokens, or of 64 as in MLA
         tiles = TILES if call is LARGE_BATCH else 3 + 1 + 2
         assert consumers == [2 * tiles] * (3 if "three" in kernel else 2)

@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
-    ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
+    ({"options": ("pos_encoding",), "pos_encoding": "ALIBI"}, "it does not implement pos_encoding"),
     (
         {"options": ("window_left",), "context_ranks": 2},
         "it does not implement window_left on the keys of one rank",

@@ -162,6 +162,26 @@ def test_scales_of_fp8_are_any_numbers(kv_scale: tuple[float, float] | None, cap
     attend("prefill", _case("scales", **fields, window_left=50), Host())
 
 
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize(
+    "scales",
+    [{"kv_scale": (1e-12, 3.0)}, {"kv_scale": (1e33, 3.0)}, {"sm_scale": 1e-10}, {"sm_scale": 2.0**100}],
+    ids=str,
+)
+def test_queries_of_zeros_have_any_scale_beside_fp8(scales: dict[str, Any], cap: float) -> None:
+    """The power of 2 of such a row is the largest, so that its inverse times another scale may underflow."""
+    case = _case("zeros", causal=True, kv_dtype=torch.float8_e4m3fn, logits_soft_cap=cap, **scales)
+    setup = Setup("prefill", case)
+    setup.q[::2] = 0
+    setup.q[1] *= 2.0**-110
+    with Host().installed():
+        out, lse = prefill.batch_prefill(**setup.arguments)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+    zeros = setup.expected.rows(slice(None, None, 2))
+    zeros.check(out[::2], lse[::2], **setup.tolerance("cuda"))
+
+
 @pytest.mark.parametrize("sm_scale", [-0.5, -0.01, 2.0**-20, 2.0**18], ids=str)
 def test_capped_logits_have_any_scale(sm_scale: float) -> None:
     """Scales of both forms of the tanh, and of neither sign alone."""

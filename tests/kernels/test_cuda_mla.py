@@ -139,7 +139,7 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
         "kBlocks": (mla.LATENT + mla.ROTARY) // COLUMNS,
         "kQueryBoxBlocks": mla.QUERY_BOX_BLOCKS,
         "kConverterWarps": mla.CONVERTER_WARPS if key[4] else 0,
-        "kLikeQuery": 0,
+        "kLikeOperands": 0,
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
     checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())

@@ -156,7 +156,7 @@ def test_groups_that_do_not_divide_64_have_a_map_too(group: int) -> None:
 @pytest.mark.parametrize("key", [k for k in prefill.SPECIALIZATIONS if k.fp8 or k.dtype != torch.float16], ids=str)
 def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
-    one, tile = prefill.SPECIALIZATIONS[key], prefill.tile_of(key)
+    one, tile = prefill.SPECIALIZATIONS[key], prefill.TILE_OF[key]
     row_bytes = min(ROW_BYTES, key.head_dim_qk * key.dtype.itemsize)
     expected = {
         "sizeof(Shared)": one.shared_bytes,
@@ -174,7 +174,7 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
         "kGroupBytes": row_bytes * GROUP_TOKENS,
         "kNone": prefill.NO_WINDOW,
         "kMaxGroup": cuda_kernels.CUDA_PREFILL_GROUP,
-        "kLikeQuery": 0,
+        "kLikeOperands": 0,
         **({"kTransposedStages": tile.transposed_stages} if tile.transposed_stages else {}),
         **(dict(zip(("kFp8E4M3", "kFp8E5M2"), prefill.FP8_TYPES.values(), strict=True)) if tile.fp8_tokens else {}),
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
@@ -220,7 +220,7 @@ def disassembled() -> None:
 @pytest.mark.parametrize("key", prefill.SPECIALIZATIONS, ids=str)
 def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> None:
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
-    one, tile = prefill.SPECIALIZATIONS[key], prefill.tile_of(key)
+    one, tile = prefill.SPECIALIZATIONS[key], prefill.TILE_OF[key]
     tokens = tile.tokens
     assert usage_of(one).stack <= (TOKENS_SPILL_BYTES if key.loads == "tokens" or key.custom_mask else SPILL_BYTES)
     code = disassembly(one)
@@ -454,19 +454,24 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
+ROPE: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
     ({"kv_dtype": torch.float8_e4m3fn}, "the cache is torch.float8_e4m3fn"),
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
+    (ROPE | {"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile with RoPE"),
+    (ROPE | {"options": ("mask", "pos_encoding")}, "it does not implement RoPE with a custom mask"),
+    (ROPE | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"num_qo_heads": 32769, "num_kv_heads": 1}, "it needs at most 32768 query heads per KV head"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
-    ({"options": ("pos_encoding",)}, "it does not implement pos_encoding"),
+    ({"options": ("pos_encoding",), "pos_encoding": "ALIBI"}, "it does not implement pos_encoding"),
     ({"options": ("kv_scale",)}, "it does not implement kv_scale"),
     ({"options": ("causal",), "context_ranks": 2}, "it does not implement causal on the keys of one rank"),
     ({"options": ("window_left",), "context_ranks": 2}, "it does not implement window_left on the keys of one rank"),

@@ -84,7 +84,7 @@ def _unit_rows(plan: attn_ops.PrefillPlan) -> int:
     packed_rows = packed_rows_of_tile(problem)
     dims = problem.head_dim_qk, problem.head_dim_vo
     key = prefill.key_of_rows(_key(dims[0], True), packed_rows)
-    rows: int = prefill.tile_of(key).unit_rows(packed_rows)
+    rows: int = prefill.TILE_OF[key].unit_rows(packed_rows)
     return rows
 
 

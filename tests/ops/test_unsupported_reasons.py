@@ -64,7 +64,11 @@ def test_a_refusal_gives_the_reason(
 
 
 AT_THE_BOUNDS: list[tuple[dict[str, Any], tuple[int, int]]] = [
-    ({"op": "batch_prefill", "options": AttentionOptions._fields, "context_ranks": 2} | BF16, (8, 0)),
+    (
+        {"op": "batch_prefill", "options": AttentionOptions._fields, "pos_encoding": "ALIBI", "context_ranks": 2}
+        | BF16,
+        (8, 0),
+    ),
     ({"op": "batch_decode", "head_dim_qk": 512, "head_dim_vo": 512} | BF16, (8, 0)),
     ({"op": "batch_decode", "num_qo_heads": 256, "num_kv_heads": 2} | BF16, (8, 0)),
     ({"op": "batch_prefill"} | BF16 | GROUP_160, (8, 0)),
