@@ -95,7 +95,7 @@
 // -------------------
 // The rings have float16 tiles, and consumers do the same as otherwise. Producers load FP8 tiles, kFp8Parts of which
 // are a KV tile, to rings of their own: tile i lies in stage i % kFp8Stages. Below x is k or v:
-//     1.     [producer Q] with bfloat16 queries: wait for q_loaded[b], which TMA completes, or for the own copies;
+//     1c.    [warp 3]     with bfloat16 queries: wait for q_loaded[b], which is completed in place of q_full[b];
 //                         convert in place, each packed row times a power of 2, whose inverse goes to query_scales;
 //                         proxy fence; arrive on q_full[b]. Consumers scale the logits of the row by it
 //     3, 4.  [producer]   for each FP8 tile i of KV tile j: steps 3 and 4 with fp8_empty[x][i] and fp8_full[x][i]
@@ -155,14 +155,14 @@ namespace attn_ops {
 //     that converts the tensor. k_loaded, one for each stage: as k_full without RoPE. fp8_full and fp8_empty, one for
 //     each FP8 stage: as full barriers without FP8, and an arrival of each warp that converts the tensor. k_empty and
 //     v_empty, one for each stage: an arrival of each warp that reads the tile. q_full, one for each query buffer: an
-//     arrival and the bytes, or an arrival of each thread that copies or converts, or with RoPE of each warp of
-//     converters. q_loaded: with RoPE what q_full has without it, with FP8 KV an arrival and the bytes of TMA.
-//     q_empty: an arrival of each consumer warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an
-//     arrival of each warp that is a producer of K or V, and of each other thread that loads queries; with FP8
-//     products of each producer warp. staging: an arrival of producer V, and the bytes. Named barriers: one for each
-//     consumer in order, of its threads and those of the consumer before it (step 8); one of the threads of two
-//     consumers, around the exchange of step 12. With FP8 products v_empty and t_full, two for each stage as v_full,
-//     have an arrival of each warp that transposes, and t_empty those that v_empty has otherwise.
+//     arrival and the bytes, or an arrival of each thread that copies; of converted queries an arrival, of rotated
+//     ones that of each warp of converters. q_loaded: what q_full has otherwise. q_empty: an arrival of each consumer
+//     warp that has rows. unit_full: an arrival of the scheduler. unit_empty: an arrival of each warp that is a
+//     producer of K or V, and of each other thread that loads queries; with FP8 products of each producer warp.
+//     staging: an arrival of producer V, and the bytes. Named barriers: one for each consumer in order, of its threads
+//     and those of the consumer before it (step 8); one of the threads of two consumers, around the exchange of step
+//     12. With FP8 products v_empty and t_full, two for each stage as v_full, have an arrival of each warp that
+//     transposes, and t_empty those that v_empty has otherwise.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
@@ -272,11 +272,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #if ROPE
     for (uint64& barrier : shared.k_loaded) init_barrier(shared_address(&barrier), writers);
 #endif
-#if ROPE || KV_FP8
-    for (uint64& barrier : shared.q_loaded) init_barrier(shared_address(&barrier), ROPE ? queries.threads() : 1);
+#if KV_FP8 || ROPE
+    for (uint64& barrier : shared.q_loaded) init_barrier(shared_address(&barrier), queries.threads());
 #endif
     for (uint64& barrier : shared.q_full)
-      init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : queries.threads());
+      init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : converts_queries ? 1 : queries.threads());
     for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), p.consumers() * kConsumerWarps);
     init_barrier(shared_address(&shared.unit_full), 1);
     init_barrier(shared_address(&shared.unit_empty),

@@ -1,41 +1,66 @@
 // Prefill: bfloat16 queries beside FP8 keys and values, which become float16.
 #pragma once
 
+#include "epilogue.cuh"
 #include "fp8.cuh"
 #include "prefill_problem.cuh"
 
 namespace attn_ops {
 namespace {
 
-// The packed rows of a unit, in place, each times a power of 2 whose inverse goes to `scales`. Of each block of columns
-// a thread has the chunks that it has in `copy_queries`, and eight lanes have a row.
-DEVICE void convert_queries(const Problem& p, uint32 queries, float* scales, int thread) {
+// One warp: the packed rows of unit n, in place, each times a power of 2 whose inverse goes to query_scales. False if
+// there is no unit n. Eight lanes have a row, and of each block of columns a chunk of 16 bytes.
+DEVICE bool convert_queries(const Problem& p, uint32 n, Shared& shared) {
   constexpr int kBlocks = kDimQk / kColumns, kBlockBytes = kPackedRows * kRowBytes;
-  const int chunk = thread % kRowChunks;
-#pragma unroll 1
-  for (int row = thread / kRowChunks; row < p.block_rows(); row += kQueryThreads / kRowChunks) {
-    const uint32 at =
-        queries + row / kPackedRows * kQueryBytes + swizzled(row % kPackedRows * kRowBytes + chunk * 16);
-    float largest = 0;
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const uint4 x = load_shared(at + i * kBlockBytes);
-      largest = fmaxf(largest, fmaxf(largest_bfloat16(x.x), largest_bfloat16(x.y)));
-      largest = fmaxf(largest, fmaxf(largest_bfloat16(x.z), largest_bfloat16(x.w)));
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < kRowChunks; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-    const float scale = float16_scale(largest);
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {  // loaded again, which takes no registers
-      const uint4 x = load_shared(at + i * kBlockBytes);
-      store_shared(at + i * kBlockBytes, uint4{scaled_float16(x.x, scale), scaled_float16(x.y, scale),
-                                               scaled_float16(x.z, scale), scaled_float16(x.w, scale)});
-    }
-    if (chunk == 0) scales[row] = inverse_of_power(scale);
+  constexpr int kRowsAtOnce = 32 / kRowChunks, kUnrolled = 4;  // loads of several rows are on their way
+  const uint32 buffer = n % kQueries;
+  const int lane = threadIdx.x % 32, chunk = lane % kRowChunks;
+  wait(shared_address(&shared.q_loaded[buffer]), n / kQueries & 1);
+  mark(kWaitUnit);
+  if (shared.query_blocks[n % kQueryBlocks].stored < 0) {
+    arrive_by_warp(shared_address(&shared.q_full[buffer]));
+    return false;
   }
+  const uint32 queries = shared_address(shared.query[buffer][0]);
+  float* const scales = shared.query_scales[buffer];
+#pragma unroll 1
+  for (int first = lane / kRowChunks; first < p.block_rows(); first += kUnrolled * kRowsAtOnce) {
+    const auto address = [&](int i) {
+      const int row = first + i * kRowsAtOnce;
+      return queries + row / kPackedRows * kQueryBytes + swizzled(row % kPackedRows * kRowBytes + chunk * 16);
+    };
+    float largest[kUnrolled] = {};
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i)
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const uint4 x = load_shared(address(i) + block * kBlockBytes);
+        largest[i] = fmaxf(largest[i], fmaxf(largest_bfloat16(x.x), largest_bfloat16(x.y)));
+        largest[i] = fmaxf(largest[i], fmaxf(largest_bfloat16(x.z), largest_bfloat16(x.w)));
+      }
+#pragma unroll
+    for (int lanes = 1; lanes < kRowChunks; lanes *= 2)
+#pragma unroll
+      for (float& x : largest) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      const float scale = float16_scale(largest[i]);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {  // loaded again, which takes no registers
+        const uint32 at = address(i) + block * kBlockBytes;
+        const uint4 x = load_shared(at);
+        store_shared(at, uint4{scaled_float16(x.x, scale), scaled_float16(x.y, scale), scaled_float16(x.z, scale),
+                               scaled_float16(x.w, scale)});
+      }
+      if (chunk == 0) scales[first + i * kRowsAtOnce] = inverse_of_power(scale);
+    }
+  }
+  fence_async_shared();
+  arrive_by_warp(shared_address(&shared.q_full[buffer]));
+  mark(kIssue);
+  return true;
 }
-static_assert(kRowChunks == 8);
+static_assert(kRowChunks == 8 && kPackedRows % 16 == 0);
 
 }  // namespace
 }  // namespace attn_ops

@@ -77,7 +77,7 @@ DEVICE void produce_queries_and_transpose(const Problem& p, const Queries& q, Sh
     const Unit& unit = wait_for_unit(n, shared);
     const bool exists = unit.count > 0;
     first = unit.start, end = unit.end;
-    if (!(q.by_one_thread() && thread)) load_queries(p, q, unit, n, shared, thread);
+    if (thread < q.threads()) load_queries(p, q, unit, n, shared, thread);
     release_unit(shared);
     if (!exists) return;
     ++n;

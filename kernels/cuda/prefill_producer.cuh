@@ -185,7 +185,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
 }
 
 // Queries in global memory: the map's boxes are 64 packed rows, or 0 rows of q if a group is not a divisor of 64. Those
-// of bfloat16 beside FP8 keys and values are converted.
+// of bfloat16 beside FP8 keys and values are converted in shared memory.
 struct Queries {
   const TensorMap* map;
   int box_rows;
@@ -193,9 +193,7 @@ struct Queries {
   int64 stride_row, stride_head;  // elements
   bool converts;
 
-  // Whether thread 0 alone loads and passes them.
-  DEVICE bool by_one_thread() const { return box_rows && !converts; }
-  DEVICE int threads() const { return by_one_thread() ? 1 : kQueryThreads; }
+  DEVICE int threads() const { return box_rows ? 1 : kQueryThreads; }  // that load them
 };
 
 // Copies the packed rows of a unit: of a block of columns, a thread has 16 bytes of a row, and these of the rows that
@@ -243,16 +241,14 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   to.head = head;
 }
 
-// The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does; all wait for them to convert
-// them. Without a unit it is the end.
+// The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 n, Shared& shared, int thread) {
   const bool exists = unit.count > 0;
   const uint32 buffer = n % kQueries;
-  uint32 full = shared_address(&shared.q_full[buffer]), loaded = full;
-#if KV_FP8
-  if (q.converts) loaded = shared_address(&shared.q_loaded[buffer]);
-#elif ROPE
-  full = loaded = shared_address(&shared.q_loaded[buffer]);
+#if KV_FP8 || ROPE
+  const uint32 full = shared_address(ROPE || q.converts ? &shared.q_loaded[buffer] : &shared.q_full[buffer]);
+#else
+  const uint32 full = shared_address(&shared.q_full[buffer]);
 #endif
   mark(kSchedule);
   wait(shared_address(&shared.q_empty[buffer]), n / kQueries & 1 ^ 1);
@@ -261,38 +257,37 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
   const uint32 to = shared_address(shared.query[buffer][0]);
   if (exists && q.box_rows) {
     const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_row;
-    if (thread == 0) {
-      arrive_expect(loaded, blocks * kQueryBytes);
-      for (int i = 0; i < blocks; ++i)
-        load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, loaded);
-    }
-    if (!q.converts) return mark(kIssue);
-    wait(loaded, n / kQueries & 1);
-  } else if (exists) {
-    copy_queries(p, q, unit, to, thread);
+    arrive_expect(full, blocks * kQueryBytes);
+    for (int i = 0; i < blocks; ++i)
+      load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);
+  } else {
+    if (exists) copy_queries(p, q, unit, to, thread);
+    arrive(full);
   }
-#if KV_FP8
-  if (exists && q.converts) {
-    convert_queries(p, to, shared.query_scales[buffer], thread);
-    fence_async_shared();
-  }
-#endif
-  arrive(full);
   mark(kIssue);
 }
 
 // Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread
-// is the scheduler. With two producers of keys and of values, the second ones do this in `produce_tokens`.
+// is the scheduler. With two producers of keys and of values, the second ones do this in `produce_tokens`. The second
+// warp converts queries: the scheduler does not wait for that.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
-  if (q.by_one_thread() && thread) return;
+  const bool loads = thread < q.threads(), converts = q.converts && thread >= 32;
+  if (!loads && !converts) return;
   Schedule schedule;
   for (uint32 n = 0;; ++n) {
     if (thread == 0) pass_unit(p, schedule, n, shared);
-    const Unit& unit = wait_for_unit(n, shared);
-    load_queries(p, q, unit, n, shared, thread);
-    if (unit.count <= 0) return;
-    arrive(shared_address(&shared.unit_empty));
+    bool more = true;
+    if (loads) {
+      const Unit& unit = wait_for_unit(n, shared);
+      load_queries(p, q, unit, n, shared, thread);
+      more = unit.count > 0;
+      if (more) arrive(shared_address(&shared.unit_empty));
+    }
+#if KV_FP8
+    if (converts) more = convert_queries(p, n, shared);
+#endif
+    if (!more) return;
   }
 }
 

@@ -25,8 +25,11 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     if (!VALUES && kTensorProducers > 1 && part && query_thread == 0) pass_unit(p, schedule, n, shared);
     __syncwarp();
     const Unit& unit = wait_for_unit(n, shared);
-    if (kTensorProducers > 1 && part && (!q.by_one_thread() || query_thread == 0))
+    if (kTensorProducers > 1 && part && query_thread < q.threads())
       load_queries(p, q, unit, n, shared, query_thread);
+#if KV_FP8
+    if (kTensorProducers > 1 && VALUES && part && q.converts) convert_queries(p, n, shared);
+#endif
     __syncwarp();
     if (unit.count <= 0) break;
     const PagedTokens request = {by_page, unit.page_start, unit.end};

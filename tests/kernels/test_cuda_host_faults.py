@@ -60,13 +60,13 @@ PREFILL_FAULTS = {
     "producer V releases no unit": Planted(Fault("if (released) release_unit(shared);", "", 2), "deadlock"),
     "producer Q releases a unit for producer V": Planted(
         Fault(
-            f"if (unit.count <= 0) return;\n    {RELEASE}",
-            f"if (unit.count <= 0) return; {RELEASE} {RELEASE}",
+            f"if (more) {RELEASE}",
+            f"if (more) {{ {RELEASE} {RELEASE} }}",
         ),
         "race|more arrivals",
     ),
     "another number of bytes": Planted(
-        Fault("arrive_expect(loaded, blocks * kQueryBytes);", "arrive_expect(loaded, 64);"),
+        Fault("arrive_expect(full, blocks * kQueryBytes);", "arrive_expect(full, 64);"),
         "lacks 0 of 1 arrivals and -",
     ),
     "no wait for values": Planted(
@@ -120,8 +120,8 @@ PREFILL_FAULTS = {
     ),
     "arrival before copies": Planted(
         Fault(
-            "copy_queries(p, q, unit, to, thread);",
-            "arrive(full);\n    return copy_queries(p, q, unit, to, thread);",
+            "if (exists) copy_queries(p, q, unit, to, thread);\n    arrive(full);",
+            "arrive(full);\n    if (exists) copy_queries(p, q, unit, to, thread);",
         ),
         "race|uninitialised",
         case="odd",
@@ -149,7 +149,8 @@ PREFILL_FAULTS = {
 RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + stage * 8);"
 CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {RELEASE}"
 
-CONVERT_QUERIES = "convert_queries(p, to, shared.query_scales[buffer], thread);"
+CONVERTED_QUERIES = "fence_async_shared();\n  arrive_by_warp(shared_address(&shared.q_full[buffer]));"
+QUERY_SCALE = "if (chunk == 0) scales[first + i * kRowsAtOnce] = inverse_of_power(scale);"
 
 FP8_FAULTS = {
     "no proxy fence after conversions": Planted(
@@ -174,12 +175,14 @@ FP8_FAULTS = {
         Fault("if (lane < kProducerArrivals) arrive(full + tile % kStages * 8);", ""), "deadlock"
     ),
     "queries are converted before they have arrived": Planted(
-        Fault("wait(loaded, n / kQueries & 1);", ""), "race|uninitialised"
+        Fault("wait(shared_address(&shared.q_loaded[buffer]), n / kQueries & 1);", "", 2), "race|uninitialised"
     ),
     "no proxy fence after queries are converted": Planted(
-        Fault(f"{CONVERT_QUERIES}\n    fence_async_shared();", CONVERT_QUERIES), "no proxy fence"
+        Fault(CONVERTED_QUERIES, CONVERTED_QUERIES.removeprefix("fence_async_shared();")), "no proxy fence"
     ),
-    "queries have no scale": Planted(Fault("scales[row] = inverse_of_power(scale);", "scales[row] = 1;"), "differs"),
+    "queries have no scale": Planted(
+        Fault(QUERY_SCALE, QUERY_SCALE.replace("inverse_of_power(scale)", "1")), "differs"
+    ),
     "a converted tile is not passed on": Planted(
         Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
     ),
@@ -189,7 +192,7 @@ ROTATED_KEYS = "fence_async_shared();\n      arrive_by_warp(shared_address(&shar
 
 ROPE_FAULTS = {
     "queries are rotated before they have arrived": Planted(
-        Fault("wait(shared_address(&shared.q_loaded[buffer]), n / kQueries & 1);", ""), "race|uninitialised"
+        Fault("wait(shared_address(&shared.q_loaded[buffer]), n / kQueries & 1);", "", 2), "race|uninitialised"
     ),
     "keys are rotated before they have arrived": Planted(
         Fault("wait(shared_address(&shared.k_loaded[stage]), tile / kKeyStages & 1);", ""), "race|uninitialised"
@@ -399,7 +402,7 @@ PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
     ),
     "the queries of one producer alone": Planted(
         Fault(
-            "if (kTensorProducers > 1 && part && (!q.by_one_thread() || query_thread == 0))\n"
+            "if (kTensorProducers > 1 && part && query_thread < q.threads())\n"
             "      load_queries(p, q, unit, n, shared, query_thread);",
             "if (!VALUES && part) load_queries(p, q, unit, n, shared, query_thread);",
         ),
