@@ -110,7 +110,7 @@ class PrefillKey(NamedTuple):
     """A specialization of ``prefill.cu``.
 
     loads        how it loads keys and values, as :func:`kv_loads` says
-    dtype        of the query, float16 with FP8 keys and values that are converted
+    dtype        of the query; of few rows float16, in which these are multiplied
     fp8          keys and values are of FP8
     rows         of a query tile: ``"few"``, at most those of a consumer; ``"many"``, which fill three consumers;
                  ``"any"``, the kernel for all others
@@ -127,21 +127,6 @@ class PrefillKey(NamedTuple):
     custom_mask: bool = False
     rope: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        dims: tuple[int, int],
-        loads: str,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        custom_mask: bool = False,
-        rope: bool = False,
-    ) -> PrefillKey:
-        """The key for any rows, by the dtypes of queries and of keys."""
-        fp8 = kv_dtype in FP8
-        of_products = torch.float16 if fp8 and dtype not in FP8 else dtype
-        return cls(*dims, loads, of_products, fp8, custom_mask=custom_mask, rope=rope)
-
     def variants(self) -> list[PrefillKey]:
         """This key, for any rows, and those of special kernels for few or many rows."""
         dims = self.head_dim_qk, self.head_dim_vo
@@ -149,7 +134,7 @@ class PrefillKey(NamedTuple):
         few = converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
         plain = not (self.fp8 or self.custom_mask or self.rope)
         many = plain and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
-        return [self, *[self._replace(rows="few")] * few, *[self._replace(rows="many")] * many]
+        return [self, *[self._replace(rows="few", dtype=torch.float16)] * few, *[self._replace(rows="many")] * many]
 
 
 def kv_loads(paged: bool, page_size: int) -> str:

@@ -297,7 +297,7 @@ def _cuda_prefill(
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
     custom_mask, rope = "mask" in p.options, p.pos_encoding == "ROPE_LLAMA"
-    key = PrefillKey.of(dims, _kv_loads(p), p.dtype, p.kv_dtype, custom_mask=custom_mask, rope=rope)
+    key = PrefillKey(*dims, _kv_loads(p), p.dtype, p.kv_dtype in FP8, custom_mask=custom_mask, rope=rope)
     return _cuda(
         p,
         "prefill",
@@ -357,6 +357,6 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
 
 
 def cuda_prefill_fp8(p: Problem) -> list[str]:
-    """FP8 keys and values of 16-bit queries, which are converted to float16."""
+    """FP8 keys and values of 16-bit queries, which are converted to 16 bits."""
     checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"), *_has_prefill_maps(p)]
     return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})

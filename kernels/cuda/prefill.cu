@@ -4,8 +4,8 @@
 // Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16: of the products), CONSUMERS, KV_CP_ASYNC
 // (1 if paged keys and values are copied token by token, from pages of any size), CUSTOM_MASK (1 with a packed custom
 // mask) and at most one of
-//     KV_FP8  1 if keys and values are FP8, and converted to float16. FEW_ROWS is 1 for work items of at most 64 packed
-//             rows
+//     KV_FP8  1 if keys and values are FP8, and converted to the type of the query. With FEW_ROWS, for work items of at
+//             most 64 packed rows, all are converted to float16
 //     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the
 //             query"
 //     ROPE    1 if queries and keys are rotated by their positions (ROPE_LLAMA)
@@ -93,11 +93,11 @@
 //
 // FP8 keys and values
 // -------------------
-// The rings have float16 tiles, and consumers do the same as otherwise. Producers load FP8 tiles, kFp8Parts of which
+// The rings have 16-bit tiles, and consumers do the same as otherwise. Producers load FP8 tiles, kFp8Parts of which
 // are a KV tile, to rings of their own: tile i lies in stage i % kFp8Stages. Below x is k or v:
-//     1c.    [warp 3]     with bfloat16 queries: wait for q_loaded[b], which is completed in place of q_full[b];
-//                         convert in place, each packed row times a power of 2, whose inverse goes to query_scales;
-//                         proxy fence; arrive on q_full[b]. Consumers scale the logits of the row by it
+//     1c.    [warp 3]     with FEW_ROWS and bfloat16 queries: wait for q_loaded[b], which is completed in place of
+//                         q_full[b]; convert in place, each packed row times a power of 2, whose inverse goes to
+//                         query_scales; proxy fence; arrive on q_full[b]. Consumers scale the logits of the row by it
 //     3, 4.  [producer]   for each FP8 tile i of KV tile j: steps 3 and 4 with fp8_empty[x][i] and fp8_full[x][i]
 //     4c.    [converter]  for each FP8 tile i: wait for fp8_full[x][i]; for the first of KV tile j, wait for
 //                         x_empty[j]; convert into the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on
@@ -208,7 +208,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
 #endif
 #if KV_FP8
-    int query_type, int kv_type,              // OutType; Fp8Type
+    int kv_type,                              // Fp8Type
+#endif
+#if FEW_ROWS
+    int query_type,                           // OutType
 #endif
 #if ROPE
     float rope_theta, float rope_scale,       // the base of the frequencies, and what divides positions
@@ -243,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
   };
   const int q_box_rows = kPackedRows % group ? 0 : kPackedRows / group;  // rows of q in a box of its map
-#if !KV_FP8
+#if !FEW_ROWS
   constexpr int query_type = kLikeOperands;
 #endif
   const bool converts_queries = query_type == kBFloat16;
@@ -272,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #if ROPE
     for (uint64& barrier : shared.k_loaded) init_barrier(shared_address(&barrier), writers);
 #endif
-#if KV_FP8 || ROPE
+#if FEW_ROWS || ROPE
     for (uint64& barrier : shared.q_loaded) init_barrier(shared_address(&barrier), queries.threads());
 #endif
     for (uint64& barrier : shared.q_full)

@@ -74,11 +74,12 @@ def _kernel(loads: str, custom_mask: bool, **further: str) -> Kernel:
 LOADS = ("ragged", "pages", "tokens")
 """The results of :func:`~attn_ops.ops.cuda_kernels.kv_loads`."""
 
-KERNELS, KV_FP8_KERNELS, Q_FP8_KERNELS, ROPE_KERNELS = (
+KERNELS, KV_FP8_KERNELS, FEW_ROWS_KERNELS, Q_FP8_KERNELS, ROPE_KERNELS = (
     {(loads, custom_mask): _kernel(loads, custom_mask, **further) for loads in LOADS for custom_mask in (False, True)}
     for further in (
         {},
-        {"query_type": "i32", "kv_type": "i32", "kv_scale": "pointer"},
+        {"kv_type": "i32", "kv_scale": "pointer"},
+        {"kv_type": "i32", "query_type": "i32", "kv_scale": "pointer"},
         {"kv_scale": "pointer"},
         {"rope_theta": "fp32", "rope_scale": "fp32"},
     )
@@ -115,7 +116,7 @@ class Tile(NamedTuple):
         rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
         of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
         fp8 = self.fp8_tokens * (dim_qk + dim_vo)
-        small = 1024 + 4 * rows * (self.fp8_tokens > 0) + 32 * (self.threads // 32) * custom_mask
+        small = 1024 + 4 * rows * (self.query_blocks is not None) + 32 * (self.threads // 32) * custom_mask
         return itemsize * (rows * dim_qk + self.tokens * of_token) + fp8 + -(-small // 1024) * 1024
 
     @property
@@ -188,8 +189,7 @@ E4M3 = torch.float8_e4m3fn
 def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
     """``key``, which is for any rows, or the special one for query tiles of so many packed rows."""
     rows = "few" if packed_rows <= PACKED_ROWS else "many" if fills_three_consumers(packed_rows) else "any"
-    of_rows = key._replace(rows=rows)
-    return of_rows if of_rows in key.variants() else key
+    return next((one for one in key.variants() if one.rows == rows), key)
 
 
 class Images(NamedTuple):
@@ -207,10 +207,10 @@ class Images(NamedTuple):
 IMAGES = (
     Images(TILES, KERNELS, masks=(False, True)),
     Images(LARGE_BATCH_TILES, KERNELS, rows="many"),
-    Images(KV_FP8_TILES, KV_FP8_KERNELS, (torch.float16,), {"KV_FP8": 1}, masks=(False, True)),
+    Images(KV_FP8_TILES, KV_FP8_KERNELS, macros={"KV_FP8": 1}, masks=(False, True)),
     Images(
         FEW_ROWS_TILES,
-        KV_FP8_KERNELS,
+        FEW_ROWS_KERNELS,
         (torch.float16,),
         {"KV_FP8": 1, "FEW_ROWS": 1},
         rows="few",
@@ -282,12 +282,12 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
     return {"k": k, "v": v, "box": box, **(pages or {"kv_rows": x.kv_rows}), **steps}
 
 
-def fp8_arguments(x: Operands, kv_scale: Tensor | None) -> dict[str, Any]:
+def fp8_arguments(x: Operands, kv_scale: Tensor | None, few_rows: bool) -> dict[str, Any]:
     """The arguments of FP8 keys and values. An FP8 query is of their dtype."""
     if x.k.dtype not in FP8:
         return {}
-    types = {} if x.q.dtype in FP8 else {"query_type": OUT_TYPES[x.q.dtype], "kv_type": FP8_TYPES[x.k.dtype]}
-    return {"kv_scale": kv_scale, **types}
+    types = {} if x.q.dtype in FP8 else {"kv_type": FP8_TYPES[x.k.dtype]}
+    return {"kv_scale": kv_scale, **types, **({"query_type": OUT_TYPES[x.q.dtype]} if few_rows else {})}
 
 
 def rope_arguments(o: AttentionOptions) -> dict[str, Any]:
@@ -328,8 +328,9 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     loads, packed_rows = kv_loads(paged, page_size), tile_rows * group
-    options = {"custom_mask": o.mask is not None, "rope": o.pos_encoding == "ROPE_LLAMA"}
-    key = key_of_rows(PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, **options), packed_rows)
+    custom_mask, rope = o.mask is not None, o.pos_encoding == "ROPE_LLAMA"
+    any_rows = PrefillKey(*dims, loads, x.q.dtype, x.k.dtype in FP8, custom_mask=custom_mask, rope=rope)
+    key = key_of_rows(any_rows, packed_rows)
     tile = TILE_OF[key]
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows))
     launch(
@@ -338,7 +339,7 @@ def launch_tiles(
         q=x.q,
         q_map=query_map(x.q, group),
         **kv_arguments(x, loads, page_size, tile),
-        **fp8_arguments(x, o.kv_scale),
+        **fp8_arguments(x, o.kv_scale, key.rows == "few"),
         **rope_arguments(o),
         **mask_arguments(o.mask, plan),
         sinks=o.sinks,
@@ -350,7 +351,7 @@ def launch_tiles(
         scale=softmax_scale(o.sm_scale, dims[0]),
         cap=o.logits_soft_cap,
         window_left=NO_WINDOW if o.window_left < 0 else o.window_left,
-        window_right=0 if o.causal and o.mask is None else NO_WINDOW if o.window_right < 0 else o.window_right,
+        window_right=0 if o.causal and not custom_mask else NO_WINDOW if o.window_right < 0 else o.window_right,
         rows=x.q.shape[0],
         stride_q_row=x.q.stride(0),
         stride_q_head=x.q.stride(1),

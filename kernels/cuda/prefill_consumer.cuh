@@ -26,7 +26,7 @@ struct Results {
 
 struct Arguments {
   float scale, cap;
-  bool scales_queries;  // those of bfloat16 beside FP8 keys and values
+  bool scales_queries;  // those that were bfloat16
   Results results;
 };
 
@@ -62,7 +62,7 @@ DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGr
   }
   rescale(output, norm);
   if (split) return store_partial<kDimVo>(to.partial, output, 0, to_row, exists);
-  store_as<kDimVo, KV_FP8 ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, 0, to_row, exists);
+  store_as<kDimVo, kFewRows ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, 0, to_row, exists);
 }
 
 // An accumulator passes through a query buffer that is smaller in parts.
@@ -154,7 +154,7 @@ struct Order {
   }
 };
 
-constexpr int kRowFactors = KV_FP8 ? 2 : 1;  // what logits are multiplied by: of each of a thread's rows, or of both
+constexpr int kRowFactors = kFewRows ? 2 : 1;  // what logits are multiplied by: of each of a thread's rows, or of both
 
 // One warpgroup: the attention of its packed rows, or of its KV tiles, for all units.
 DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, Shared& shared) {
@@ -222,7 +222,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     float factors[kRowFactors];
 #pragma unroll
     for (float& x : factors) x = factor;
-#if KV_FP8
+#if FEW_ROWS
     const float* const scales = shared.query_scales[n % kQueries] + line;  // of this thread's rows, 8 apart
     // Of logits themselves where something else comes before the factors.
     const bool scales_logits = arguments.scales_queries && (arguments.cap > 0 || !folded);
@@ -243,7 +243,7 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
       const auto mask_tile = [&](int first) {
         if (first + kTile <= plain_end && first >= visible_begin) [[likely]] return;
         const bool visible_to_all = first + kTile <= visible_end && first >= visible_begin;
-#if KV_FP8
+#if FEW_ROWS
         if (scales_logits) multiply_rows(logits, scales);
 #endif
         if (!folded) multiply(logits, kv_scale[0]);

@@ -1,4 +1,4 @@
-// Prefill: bfloat16 queries beside FP8 keys and values, which become float16.
+// Prefill: bfloat16 queries of few rows beside FP8 keys and values, which become float16.
 #pragma once
 
 #include "epilogue.cuh"

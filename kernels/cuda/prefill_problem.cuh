@@ -39,11 +39,10 @@ constexpr bool kConverts = KV_FP8 || ROPE;                        // a warpgroup
 constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // or two, where consumers spare the registers
 static_assert(!kConverts || kConsumers == 2);
 static_assert(!ROPE || !(KV_FP8 || Q_FP8 || CUSTOM_MASK));
-static_assert(!KV_FP8 || DTYPE == 1);
 // Sizes by head dims are those of the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
 constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
-static_assert(!kFewRows || (KV_FP8 && PAGED));
+static_assert(!kFewRows || (KV_FP8 && PAGED && DTYPE == 1));
 constexpr int kTile =  // tokens of a KV tile
     kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch || (kFewRows && kDimQk > 64) ? 64 : 128;
 constexpr int kKeyStages =  // KV tiles of the ring of keys
@@ -151,7 +150,7 @@ struct Shared {
   alignas(512) char fp8_values[kFp8Stages][kLoadedTile * kDimVo];
 #endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
-#if KV_FP8
+#if FEW_ROWS
   float query_scales[kQueries][kQueryTiles * kPackedRows];  // of packed rows that were bfloat16
 #endif
   QueryBlock query_blocks[kQueryBlocks];
@@ -172,7 +171,7 @@ struct Shared {
 #if ROPE
   uint64 k_loaded[kKeyStages];  // before they are rotated
 #endif
-#if KV_FP8 || ROPE
+#if FEW_ROWS || ROPE
   uint64 q_loaded[kQueries];  // before they are converted or rotated
 #endif
 };

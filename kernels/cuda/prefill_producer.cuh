@@ -7,7 +7,7 @@
 #if CUSTOM_MASK
 #include "prefill_mask.cuh"
 #endif
-#if KV_FP8
+#if FEW_ROWS
 #include "prefill_fp8_queries.cuh"
 #endif
 
@@ -185,7 +185,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
 }
 
 // Queries in global memory: the map's boxes are 64 packed rows, or 0 rows of q if a group is not a divisor of 64. Those
-// of bfloat16 beside FP8 keys and values are converted in shared memory.
+// of bfloat16 may be converted in shared memory.
 struct Queries {
   const TensorMap* map;
   int box_rows;
@@ -245,7 +245,7 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 n, Shared& shared, int thread) {
   const bool exists = unit.count > 0;
   const uint32 buffer = n % kQueries;
-#if KV_FP8 || ROPE
+#if FEW_ROWS || ROPE
   const uint32 full = shared_address(ROPE || q.converts ? &shared.q_loaded[buffer] : &shared.q_full[buffer]);
 #else
   const uint32 full = shared_address(&shared.q_full[buffer]);
@@ -284,7 +284,7 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) 
       more = unit.count > 0;
       if (more) arrive(shared_address(&shared.unit_empty));
     }
-#if KV_FP8
+#if FEW_ROWS
     if (converts) more = convert_queries(p, n, shared);
 #endif
     if (!more) return;

@@ -27,7 +27,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     const Unit& unit = wait_for_unit(n, shared);
     if (kTensorProducers > 1 && part && query_thread < q.threads())
       load_queries(p, q, unit, n, shared, query_thread);
-#if KV_FP8
+#if FEW_ROWS
     if (kTensorProducers > 1 && VALUES && part && q.converts) convert_queries(p, n, shared);
 #endif
     __syncwarp();

@@ -27,7 +27,7 @@ KERNELS = {
     "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16, False, False],
     "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True, False],
     "prefill": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False)],
-    "prefill FP8": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.float16, True)],
+    "prefill FP8": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, True)],
     "prefill FP8, few rows": prefill.SPECIALIZATIONS[PrefillKey(64, 64, "pages", torch.float16, True, "few")],
     "prefill RoPE": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False, rope=True)],
 }

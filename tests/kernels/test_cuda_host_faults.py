@@ -174,6 +174,9 @@ FP8_FAULTS = {
     "the end is not passed on": Planted(
         Fault("if (lane < kProducerArrivals) arrive(full + tile % kStages * 8);", ""), "deadlock"
     ),
+}
+
+FEW_ROWS_FAULTS = {
     "queries are converted before they have arrived": Planted(
         Fault("wait(shared_address(&shared.q_loaded[buffer]), n / kQueries & 1);", "", 2), "race|uninitialised"
     ),
@@ -563,6 +566,13 @@ def test_faults_of_fp8_are_noticed(name: str) -> None:
     sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (70, 33), "heads": (4, 2)}
     with _noticed(FP8_FAULTS, name):
         attend("prefill", prefill_case("FP8 KV", **sizes, **FP8_KV), _faulty(FP8_FAULTS, name))
+
+
+@pytest.mark.parametrize("name", ["", *FEW_ROWS_FAULTS])
+def test_faults_of_few_rows_over_fp8_are_noticed(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (4, 3), "causal": True}
+    with _noticed(FEW_ROWS_FAULTS, name):
+        attend("prefill", prefill_case("few rows", **sizes, **FP8_KV), _faulty(FEW_ROWS_FAULTS, name))
 
 
 @pytest.mark.parametrize("name", ["", *ROPE_FAULTS])
