@@ -48,7 +48,7 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     Masked tiles alone load the bounds. With a custom mask all tiles are masked, and more is loaded.
     """
     if key.custom_mask:
-        return (11, 1)
+        return (11, 3)
     has_160_registers = key[:2] == (64, 64) and (key.rows == "few" or not (key.fp8 or key.rope))  # and long tiles
     if key[:2] == (128, 128) and key.dtype == E4M3:
         return (5, 0)  # the fifth is a sum
