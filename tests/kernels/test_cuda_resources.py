@@ -27,8 +27,8 @@ exponentials of a soft cap."""
 TOKENS_SPILL_BYTES = 96
 """The same of images that copy tokens or read a custom mask, whose producers spill some words too, of 32 registers."""
 
-SHARED_MEMORY, REGISTER_FILE = 227 << 10, 255
-"""Of a CTA, in bytes; and of a thread."""
+SHARED_MEMORY, REGISTER_FILE = 228 << 10, 255
+"""Of a CTA, in bytes, with the KiB that the system reserves; and of a thread."""
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +50,15 @@ REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.fu
 
 @pytest.mark.parametrize("one", REALLOCATING, ids=lambda one: one.name)
 def test_warpgroups_take_the_registers_of_the_launch(one: Specialization) -> None:
-    """Two or three of consumers, which have most, and one of each other role: ``setmaxnreg`` waits for ever for more
-    than the CTA has.
+    """Two or three of consumers, which have most, one or two of converters, and one of producers: ``setmaxnreg`` waits
+    for ever for more than the CTA has.
     """
     *others, most = sorted({int(n, 16) for n in re.findall(r"USETMAXREG\S* .*?0x([0-9a-f]+)", disassembly(one))})
     assert all(n % 8 == 0 for n in (*others, most))
-    warpgroups = one.threads // 128
-    consumers = warpgroups - len(others)
-    assert consumers == dict(one.macros).get("CONSUMERS", 2)
-    assert sum(others) + consumers * most <= warpgroups * usage_of(one).registers
+    warpgroups, consumers = one.threads // 128, dict(one.macros).get("CONSUMERS", 2)
+    second = [max(others)] * (warpgroups - consumers - len(others))  # of converters
+    assert len(second) <= 1
+    assert sum([*others, *second]) + consumers * most <= warpgroups * usage_of(one).registers
 
 
 @pytest.mark.skipif(compiler_version() not in read(), reason=f"resources_cuda.json has no {compiler_version()}")
