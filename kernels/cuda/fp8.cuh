@@ -9,6 +9,7 @@
 namespace attn_ops {
 
 enum Fp8Type { kFp8E4M3, kFp8E5M2 };
+constexpr int kBFloat16Queries = 2;  // a flag beside it: queries beside these keys and values are bfloat16
 
 // Two FP8 numbers, the first in the lower byte.
 template <Fp8Type TYPE>

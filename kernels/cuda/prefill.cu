@@ -208,10 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
 #endif
 #if KV_FP8
-    int kv_type,                              // Fp8Type
-#endif
-#if FEW_ROWS
-    int query_type,                           // OutType
+    int kv_type,                              // Fp8Type; with FEW_ROWS also kBFloat16Queries
 #endif
 #if ROPE
     float rope_theta, float rope_scale,       // the base of the frequencies, and what divides positions
@@ -246,10 +243,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
   };
   const int q_box_rows = kPackedRows % group ? 0 : kPackedRows / group;  // rows of q in a box of its map
-#if !FEW_ROWS
-  constexpr int query_type = kLikeOperands;
+#if FEW_ROWS
+  const bool converts_queries = kv_type & kBFloat16Queries;
+#else
+  constexpr bool converts_queries = false;
 #endif
-  const bool converts_queries = query_type == kBFloat16;
   const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head, converts_queries};
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
@@ -315,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #if KV_FP8
   } else if (warp < kFirstConsumerWarp) {
     decrease_registers<kConverterRegisters>();
-    convert_keys_and_values(warp - kProducerWarps, Fp8Type(kv_type), shared);
+    convert_keys_and_values(warp - kProducerWarps, Fp8Type(kv_type & ~kBFloat16Queries), shared);
 #elif ROPE
   } else if (warp < kFirstConsumerWarp) {
     decrease_registers<kConverterRegisters>();

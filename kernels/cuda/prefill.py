@@ -40,6 +40,9 @@ NO_WINDOW = 1 << 30
 """``kNone`` of the source."""
 
 
+BFLOAT16_QUERIES = 2
+"""``kBFloat16Queries`` of the source."""
+
 KV_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
 """Parameters: what a page and a head add to the outermost index of the maps of keys and values."""
 
@@ -74,12 +77,11 @@ def _kernel(loads: str, custom_mask: bool, **further: str) -> Kernel:
 LOADS = ("ragged", "pages", "tokens")
 """The results of :func:`~attn_ops.ops.cuda_kernels.kv_loads`."""
 
-KERNELS, KV_FP8_KERNELS, FEW_ROWS_KERNELS, Q_FP8_KERNELS, ROPE_KERNELS = (
+KERNELS, KV_FP8_KERNELS, Q_FP8_KERNELS, ROPE_KERNELS = (
     {(loads, custom_mask): _kernel(loads, custom_mask, **further) for loads in LOADS for custom_mask in (False, True)}
     for further in (
         {},
         {"kv_type": "i32", "kv_scale": "pointer"},
-        {"kv_type": "i32", "query_type": "i32", "kv_scale": "pointer"},
         {"kv_scale": "pointer"},
         {"rope_theta": "fp32", "rope_scale": "fp32"},
     )
@@ -210,7 +212,7 @@ IMAGES = (
     Images(KV_FP8_TILES, KV_FP8_KERNELS, macros={"KV_FP8": 1}, masks=(False, True)),
     Images(
         FEW_ROWS_TILES,
-        FEW_ROWS_KERNELS,
+        KV_FP8_KERNELS,
         (torch.float16,),
         {"KV_FP8": 1, "FEW_ROWS": 1},
         rows="few",
@@ -286,8 +288,10 @@ def fp8_arguments(x: Operands, kv_scale: Tensor | None, few_rows: bool) -> dict[
     """The arguments of FP8 keys and values. An FP8 query is of their dtype."""
     if x.k.dtype not in FP8:
         return {}
-    types = {} if x.q.dtype in FP8 else {"kv_type": FP8_TYPES[x.k.dtype]}
-    return {"kv_scale": kv_scale, **types, **({"query_type": OUT_TYPES[x.q.dtype]} if few_rows else {})}
+    if x.q.dtype in FP8:
+        return {"kv_scale": kv_scale}
+    converts_queries = few_rows and x.q.dtype == torch.bfloat16
+    return {"kv_scale": kv_scale, "kv_type": FP8_TYPES[x.k.dtype] + BFLOAT16_QUERIES * converts_queries}
 
 
 def rope_arguments(o: AttentionOptions) -> dict[str, Any]:

@@ -10,7 +10,7 @@ namespace {
 
 // One warp: the packed rows of unit n, in place, each times a power of 2 whose inverse goes to query_scales. False if
 // there is no unit n. Eight lanes have a row, and of each block of columns a chunk of 16 bytes.
-DEVICE bool convert_queries(const Problem& p, uint32 n, Shared& shared) {
+DEVICE bool convert_queries(uint32 n, Shared& shared) {
   constexpr int kBlocks = kDimQk / kColumns, kBlockBytes = kPackedRows * kRowBytes;
   constexpr int kRowsAtOnce = 32 / kRowChunks, kUnrolled = 4;  // loads of several rows are on their way
   const uint32 buffer = n % kQueries;
@@ -24,10 +24,9 @@ DEVICE bool convert_queries(const Problem& p, uint32 n, Shared& shared) {
   const uint32 queries = shared_address(shared.query[buffer][0]);
   float* const scales = shared.query_scales[buffer];
 #pragma unroll 1
-  for (int first = lane / kRowChunks; first < p.block_rows(); first += kUnrolled * kRowsAtOnce) {
+  for (int first = lane / kRowChunks; first < kPackedRows; first += kUnrolled * kRowsAtOnce) {
     const auto address = [&](int i) {
-      const int row = first + i * kRowsAtOnce;
-      return queries + row / kPackedRows * kQueryBytes + swizzled(row % kPackedRows * kRowBytes + chunk * 16);
+      return queries + swizzled((first + i * kRowsAtOnce) * kRowBytes + chunk * 16);
     };
     float largest[kUnrolled] = {};
 #pragma unroll

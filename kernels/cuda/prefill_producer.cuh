@@ -285,7 +285,7 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) 
       if (more) arrive(shared_address(&shared.unit_empty));
     }
 #if FEW_ROWS
-    if (converts) more = convert_queries(p, n, shared);
+    if (converts) more = convert_queries(n, shared);
 #endif
     if (!more) return;
   }

@@ -28,7 +28,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     if (kTensorProducers > 1 && part && query_thread < q.threads())
       load_queries(p, q, unit, n, shared, query_thread);
 #if FEW_ROWS
-    if (kTensorProducers > 1 && VALUES && part && q.converts) convert_queries(p, n, shared);
+    if (kTensorProducers > 1 && VALUES && part && q.converts) convert_queries(n, shared);
 #endif
     __syncwarp();
     if (unit.count <= 0) break;

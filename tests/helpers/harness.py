@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import attn_ops
+from attn_ops.plan.sizing import MIN_PACKED_ROWS
+from attn_ops.plan.state import PlanProblem
 from helpers.cases import Case
 from helpers.fp8_products import Fp8Expected
 from helpers.masks import pack
@@ -80,12 +82,21 @@ class Setup:
             rounds = case.dtype != torch.float32 and case.kv_dtype is None
             tolerance["float32_eps"] = torch.finfo(case.dtype).eps / (64 if rounds else 8)
             tolerance["rotated_dtype"] = case.dtype if rounds else None
-        if case.kv_dtype is not None and case.dtype in (torch.float16, torch.bfloat16):
+        if self._in_float16(backend):
             tolerance["smallest"] = torch.finfo(torch.float16).smallest_normal
         if case.kv_scale is not None:
             smallest = tolerance.get("smallest", torch.finfo(case.dtype).smallest_normal)
             tolerance["smallest"] = smallest * max(1.0, case.kv_scale[1])
         return tolerance
+
+    def _in_float16(self, backend: str) -> bool:
+        """Whether products with an FP8 cache are in float16: in decode, and on ``cuda`` in prefill of few rows."""
+        if self.case.kv_dtype is None or self.case.dtype == torch.float32:
+            return False
+        if self.kind == "decode":
+            return True
+        packed_rows = PlanProblem.of(self.planner.state.problem).tile_rows * (self.num_qo_heads // self.num_kv_heads)
+        return self.kind == "prefill" and backend == "cuda" and packed_rows <= MIN_PACKED_ROWS
 
     def check(
         self, out: Tensor, lse: Tensor | None = None, rotated_dtype: torch.dtype | None = None, **tolerance: float

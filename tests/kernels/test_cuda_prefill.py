@@ -179,6 +179,7 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
         "kLikeOperands": 0,
         **({"kTransposedStages": tile.transposed_stages} if tile.transposed_stages else {}),
         **(dict(zip(("kFp8E4M3", "kFp8E5M2"), prefill.FP8_TYPES.values(), strict=True)) if tile.fp8_tokens else {}),
+        **({"kBFloat16Queries": prefill.BFLOAT16_QUERIES} if tile.fp8_tokens else {}),
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
     checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
