@@ -285,7 +285,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         )
         pages = PageTable.of(where, indptr, indices, last_page_len, qo_indptr)
         given = attention_options(where, **options)._replace(causal=spec.causal)
-        general = needs_general_decode(dtypes.computed, given.pos_encoding)
+        general = needs_general_decode(dtypes.computed, dtypes.kv, given.pos_encoding)
         spec = spec._replace(general_decode=decode and general, fp8_decode=decode and dtypes.kv in FP8)
         return Batch("batch_decode" if decode else "batch_prefill", pages, spec, given, dtypes)
 

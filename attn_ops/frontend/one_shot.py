@@ -58,7 +58,7 @@ def block_table_call(
         if qo_indptr is None:
             qo_indptr = uniform_indptr(q.shape[0], 1, q.device)
     page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
-    general = needs_general_decode(computed_dtype(q.dtype, v_cache.dtype), options.pos_encoding)
+    general = needs_general_decode(computed_dtype(q.dtype, v_cache.dtype), v_cache.dtype, options.pos_encoding)
     spec = PlanSpec(
         decode=qo_indptr is None,
         paged=True,

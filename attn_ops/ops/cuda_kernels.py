@@ -27,7 +27,8 @@ CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
 CUDA_DECODE_PAIR_BYTES = 128
-"""Of a token of one KV head, at most, where a CTA of the CUDA decode kernel has two, if their number is even."""
+"""Bytes of a token of one KV head, at most, where a CTA of the CUDA decode kernel has two KV heads, if their number is
+even."""
 
 CUDA_DECODE_PACKED_ROWS = (8, 16)
 """Query heads of a KV head that the CUDA decode kernels take."""
@@ -43,13 +44,13 @@ CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """The same where both products are of FP8."""
 
 CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
-"""Those of which there is another 16-bit kernel, with three consumers, for the query tiles of large batches."""
+"""Head dims that have another 16-bit kernel, with three consumers, for the query tiles of large batches."""
 
 CUDA_PREFILL_FEW_ROWS_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
-"""Those of which there is another kernel for pages of FP8 that it converts, for query tiles of one consumer's rows."""
+"""Head dims that have another kernel for pages of FP8 that it converts, for query tiles of one consumer's rows."""
 
 CUDA_PREFILL_ROPE_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
-"""Those of the kernel that rotates queries and keys."""
+"""Head dims of the kernel that rotates queries and keys."""
 
 CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 """Ops of ``kernels/cuda/prefill.py`` over paged KV."""
@@ -76,6 +77,7 @@ class DecodeKey(NamedTuple):
     packed_rows  of a KV head, at most
     dtype        of the products, float16 with an FP8 cache
     fp8          dtype of an FP8 cache
+    rope         it rotates queries and keys, of 16 bits
     """
 
     head_dim: int
@@ -83,12 +85,15 @@ class DecodeKey(NamedTuple):
     packed_rows: int
     dtype: torch.dtype
     fp8: torch.dtype | None
+    rope: bool = False
 
     @classmethod
-    def of(cls, head_dim: int, kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> DecodeKey:
+    def of(
+        cls, head_dim: int, kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str
+    ) -> DecodeKey:
         fp8 = kv_dtype if kv_dtype in FP8 else None
         packed_rows = next(rows for rows in CUDA_DECODE_PACKED_ROWS if group <= rows)
-        return cls(head_dim, kv_heads, packed_rows, torch.float16 if fp8 else dtype, fp8)
+        return cls(head_dim, kv_heads, packed_rows, torch.float16 if fp8 else dtype, fp8, pos_encoding == "ROPE_LLAMA")
 
 
 def cuda_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool) -> int:

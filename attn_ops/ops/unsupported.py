@@ -32,7 +32,7 @@ from attn_ops.ops.cuda_kernels import (
     kv_loads,
     mla_by_tokens,
 )
-from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
+from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
 
 if TYPE_CHECKING:
     from attn_ops.ops.backends import Problem
@@ -113,7 +113,7 @@ def _unimplemented(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, 
 
 
 def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
-    """As :func:`_unimplemented`, of a kernel that implements no positions on one rank's part of the keys."""
+    """The checks of :func:`_unimplemented` for a kernel that implements no positions on one rank's part of the keys."""
     unknown = _unimplemented(p, implemented)
     if p.context_ranks == 1:
         return unknown
@@ -123,7 +123,7 @@ def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
 
 
 def _machine_of_hopper(p: Problem) -> list[str]:
-    """What every kernel for Hopper alone needs of the machine: the first that it lacks."""
+    """The first requirement of kernels for Hopper alone that the machine does not meet."""
     if p.device.type != "cuda":
         return [f"it runs on cuda, not {p.device.type}"]
     capability = compute_capability(p.device)
@@ -263,28 +263,32 @@ def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> b
     return not _failed(_cuda_decode_sizes(head_dims, group, page_size))
 
 
-def needs_general_decode(dtype: torch.dtype, pos_encoding: str) -> bool:
-    """Whether only the general kernel decodes with queries of this dtype and this encoding, whatever the sizes."""
-    return dtype == torch.float32 or pos_encoding != DEFAULTS.pos_encoding
+def needs_general_decode(dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str) -> bool:
+    """Whether only the general kernel decodes with these dtypes and this encoding, whatever the sizes."""
+    encodings = ("NONE", "ROPE_LLAMA") if kv_dtype not in FP8 else ("NONE",)
+    return dtype == torch.float32 or pos_encoding not in encodings
 
 
 def cuda_decode(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache."""
     group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)
     sizes = _cuda_decode_sizes(dims, group, p.page_size)
+    rope = p.pos_encoding == "ROPE_LLAMA"
     checks = [
         (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
         _is_16_bit(p),
         (p.kv_dtype in (p.dtype, *FP8), f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
+        (not (rope and p.kv_dtype in FP8), "it does not implement RoPE with an FP8 cache"),
         *sizes,
         (p.layout.aligned, UNALIGNED),
         (p.layout.mappable, UNMAPPABLE),
         (p.layout.joinable, UNJOINABLE),
-        *_options(p, CUDA_DECODE_OPTIONS),
+        *_options(p, CUDA_DECODE_OPTIONS | ({"pos_encoding"} if rope else set())),
     ]
     # Of a CTA of plans for 16-bit and for FP8 caches, each of which may serve both.
     kv_heads = {cuda_decode_kv_heads(dims[0], p.num_kv_heads, fp8) for fp8 in {False, p.kv_dtype in FP8}}
-    keys = [DecodeKey.of(dims[0], n, group, p.dtype, p.kv_dtype) for n in kv_heads if not _failed(sizes)]
+    sized = [] if _failed(sizes) else kv_heads
+    keys = [DecodeKey.of(dims[0], n, group, p.dtype, p.kv_dtype, p.pos_encoding) for n in sized]
     return _cuda(p, "decode", keys, checks)
 
 
@@ -338,9 +342,7 @@ def cuda_prefill(p: Problem) -> list[str]:
     """Keys and values of the query's dtype."""
     checks = [_is_16_bit(p), (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), *_has_prefill_maps(p)]
     if p.pos_encoding == "ROPE_LLAMA":
-        checks.append(("mask" not in p.options, "it does not implement RoPE with a custom mask"))
-        options = CUDA_PREFILL_OPTIONS | {"pos_encoding"}
-        return _cuda_prefill(p, checks, options, CUDA_PREFILL_ROPE_HEAD_DIMS)
+        return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"pos_encoding"}, CUDA_PREFILL_ROPE_HEAD_DIMS)
     return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS)
 
 

@@ -38,7 +38,7 @@ class PlanSpec(NamedTuple):
     fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
     rows              query rows of every request, if all have the same number
     large_batch       query tiles are those of :func:`is_large_batch`
-    general_decode    the calls are such that no CUDA kernel takes them, as with position encodings
+    general_decode    the calls are such that no CUDA kernel takes them, as with ALiBi
     fp8_decode        the cache of decode is FP8
     """
 

@@ -1,7 +1,8 @@
 // Decode on Hopper: persistent and warp-specialised, a producer warp and two consumer warpgroups for each KV head.
 //
 // Compiled for HEAD_DIM, KV_HEADS (1 or 2, of a CTA), PACKED_ROWS (8 or 16: query heads of a KV head, at most), DTYPE
-// (1 float16, 2 bfloat16: of the products) and KV_FP8 (0, 1 e4m3, 2 e5m2). Head counts, group, strides, page size,
+// (1 float16, 2 bfloat16: of the products), KV_FP8 (0, 1 e4m3, 2 e5m2) and ROPE (1: queries and keys, of 16 bits, are
+// rotated by their positions, ROPE_LLAMA). Head counts, group, strides, page size,
 // window, soft cap, sinks, scales and the types of an FP8 cache's query and of the output are parameters.
 //
 // Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and
@@ -18,7 +19,8 @@
 // warps 0 to 3      consumer 0: work items 0, 2, 4 and so on of the CTA
 // warps 4 to 7      consumer 1: work items 1, 3, 5 and so on
 // warps 8 to 15     consumers 2 and 3: the same for the second of two KV heads
-// the last warp     producer: keys and values of all items, by TMA into a ring of kStages KV tiles
+// the next warp     producer: keys and values of all items, by TMA into a ring of kStages KV tiles
+// 4 more with RoPE  converters: rotate the keys of all items
 //
 // The consumers of a KV head take turns: while one stores its result and loads its next query, the other one has the
 // tiles.
@@ -29,13 +31,17 @@
 //
 // prologue
 //     0.  [warp 0]    initialise barriers
-//     1.  [all]       read the work list and the first work items; the producer the first page numbers. Wait for
-//                     step 0; griddepcontrol.wait; the next kernel may start
+//     1.  [all]       read the work list and the first work items; the producer the first page numbers; with RoPE the
+//                     converters store the turns of columns. Wait for step 0; griddepcontrol.wait; the next kernel may
+//                     start
 // for each work item
-//     2.  [consumer]  load the query; read the next items; store the query as an operand; wait for its turn
+//     2.  [consumer]  load the query; read the next items; with RoPE rotate the query; store it as an operand; wait for
+//                     its turn
 // mainloop, for each KV tile j of the item
 //     3.  [producer]  wait for empty[j]; each lane with a box of the tile loads its keys and values; they complete
 //                     k_full and v_full[j]. First tile of an item: read the page numbers of the next item
+//     3r. [converter] with RoPE, where step 3 completes k_loaded[j]: wait for it; rotate the keys; proxy fence; arrive
+//                     on k_full[j]
 //     4.  [consumer]  wait for k_full[j]; S^T = K Q^T
 //     5.  [consumer]  scale, soft cap, mask; online softmax: store P^T as a K-major operand. Only if a logit exceeds
 //                     row_max by the threshold, found at the barrier behind P, reduce maxima over the warps, rescale
@@ -50,6 +56,9 @@
 // have such tokens, the consumer sets these values to 0 before step 5.
 #include "decode_consumer.cuh"
 #include "decode_producer.cuh"
+#if ROPE
+#include "decode_rope.cuh"
+#endif
 
 namespace attn_ops {
 
@@ -59,9 +68,10 @@ namespace attn_ops {
 //     num_ctas rows one, if that has no tokens.
 // Loop invariant of a consumer, before KV tile j: O^T, row_max and row_sum include the item's tiles before j, row_sum
 //     those tokens of them that the thread has, relative to row_max, which all its threads have alike.
-// Barriers: k_full and v_full, one for each stage: an arrival of the producer, and the bytes. empty: an arrival of each
-//     warp of the consumers that have the tile, one for each KV head. Named barriers: the threads of a consumer, when
-//     all have stored P, maxima, sums or columns; and of both of a KV head, when it is the turn of one.
+// Barriers: k_full and v_full, one for each stage: an arrival of the producer, and the bytes; with RoPE that is
+//     k_loaded, and k_full an arrival of each warp of converters. empty: an arrival of each warp of the consumers that
+//     have the tile, one for each KV head. Named barriers: the threads of a consumer, when all have stored P, maxima,
+//     sums or columns; and of both of a KV head, when it is the turn of one.
 // Bound by: reading keys and values; with short work per CTA latency, item to page number to tile.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM]
@@ -79,6 +89,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     const int* cta_indptr,                    // [CTAs of the plan + 1]
     const int* merge_indptr,                  // [max_batch + 1]
     float scale, float cap,                   // of the logits; a cap of 0 is none
+#if ROPE
+    float rope_theta, float rope_scale,       // the base of the frequencies, and what divides positions
+#endif
     int window_left,                          // tokens that a row sees before its position, negative for all
     int rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
@@ -103,7 +116,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
   if (warp == 0 && elect()) {  // the producer reads the plan meanwhile
     if (num_pages > 0) prefetch_map(&k), prefetch_map(&v);  // the maps of no elements are zeros
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(shared_address(&shared.k_full[i]), 1);
+#if ROPE
+      init_barrier(shared_address(&shared.k_loaded[i]), 1);
+#endif
+      init_barrier(shared_address(&shared.k_full[i]), ROPE ? kConverterThreads / 32 : 1);
       init_barrier(shared_address(&shared.v_full[i]), 1);
       init_barrier(shared_address(&shared.empty[i]), KV_HEADS * kConsumerWarps);
     }
@@ -112,6 +128,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
   __syncwarp();
   if (warp == kProducerWarp) {
     produce(p, {&k, k_page_step, k_head_step}, {&v, v_page_step, v_head_step}, early, shared);
+#if ROPE
+  } else if (warp > kProducerWarp) {
+    store_turns(rope_theta, rope_scale, shared);
+    const WorkList list(p);
+    end_prologue(early);
+    rotate_keys(p, list, shared);
+#endif
   } else {
     const Queries queries = {.q = q, .row = stride_q_row, .head = stride_q_head, .group = group,
                              .type = query_type, .scale = scale,

@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from attn_ops.kernels.cuda.launch import launch
-from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, FP8_TYPES, OUT_TYPES, ROW_BYTES, box_of_pages, paged_map
+from attn_ops.kernels.cuda.operands import (
+    COLUMNS,
+    DTYPES,
+    FP8_TYPES,
+    OUT_TYPES,
+    ROPE_PARAMETERS,
+    ROW_BYTES,
+    box_of_pages,
+    paged_map,
+    rope_arguments,
+)
 from attn_ops.kernels.triton.combine_decode import combine_split_rows
 from attn_ops.kernels.triton.launch import is_eager
 from attn_ops.meta.outputs import attention as allocate
@@ -23,8 +33,8 @@ from attn_ops.ops.cuda_kernels import (
 from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PlanProblem, is_published, num_slots
 
-TILE_BYTES, STAGES = 16 << 10, 3
-"""Of the keys of a KV tile, and of its values: ``kTileBytes``; and KV tiles of the ring, ``kStages`` of the source."""
+TILE_BYTES = 16 << 10
+"""Of the keys of a KV tile, and of its values: ``kTileBytes`` of the source."""
 
 LEAST_SHARED_BYTES = 114 << 10
 """Of a CTA, so that an SM has room for one.
@@ -32,29 +42,43 @@ LEAST_SHARED_BYTES = 114 << 10
 The CTAs of the next decode start early: two of them on an SM would share its bandwidth, and leave another SM idle.
 """
 
-KERNEL = Kernel(
-    "decode.cu",
-    "decode",
-    {
-        "q": "pointer",
-        **dict.fromkeys(("k", "v"), "map"),
-        **dict.fromkeys(("sinks", "kv_scale", "out", "lse", "partial", "split_counters"), "pointer"),
-        **dict.fromkeys(("kv_indices", "kv_len", "work", "cta_indptr", "merge_indptr"), "pointer"),
-        **dict.fromkeys(("scale", "cap"), "fp32"),
-        **dict.fromkeys(("window_left", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"),
-        **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
-        **dict.fromkeys(("group", "page_size", "box"), "i32"),
-        **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
-        **dict.fromkeys(("early", "combines", "query_type", "out_type"), "i32"),
-    },
-    writes=("out", "lse", "partial"),  # and split_counters in eager calls
-    aligned=("q", "out"),
-)
+
+def _kernel(rope: bool) -> Kernel:
+    return Kernel(
+        "decode.cu",
+        "decode",
+        {
+            "q": "pointer",
+            **dict.fromkeys(("k", "v"), "map"),
+            **dict.fromkeys(("sinks", "kv_scale", "out", "lse", "partial", "split_counters"), "pointer"),
+            **dict.fromkeys(("kv_indices", "kv_len", "work", "cta_indptr", "merge_indptr"), "pointer"),
+            **dict.fromkeys(("scale", "cap"), "fp32"),
+            **(ROPE_PARAMETERS if rope else {}),
+            **dict.fromkeys(
+                ("window_left", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"
+            ),
+            **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
+            **dict.fromkeys(("group", "page_size", "box"), "i32"),
+            **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
+            **dict.fromkeys(("early", "combines", "query_type", "out_type"), "i32"),
+        },
+        writes=("out", "lse", "partial"),  # and split_counters in eager calls
+        aligned=("q", "out"),
+    )
 
 
-def threads(kv_heads: int) -> int:
-    """``kThreads`` of the source: two warpgroups for each KV head, and the producer."""
-    return kv_heads * 2 * 128 + 32
+KERNELS = {rope: _kernel(rope) for rope in (False, True)}
+"""By whether they rotate queries and keys."""
+
+
+def threads(kv_heads: int, rope: bool) -> int:
+    """``kThreads`` of the source: two warpgroups for each KV head, the producer, and the converters of RoPE."""
+    return kv_heads * 2 * 128 + 32 + 128 * rope
+
+
+def stages(rope: bool) -> int:
+    """``kStages`` of the source: KV tiles of the ring."""
+    return 4 if rope else 3
 
 
 def tile_tokens(dim: int, kv_heads: int, fp8: bool) -> int:
@@ -62,23 +86,28 @@ def tile_tokens(dim: int, kv_heads: int, fp8: bool) -> int:
     return TILE_BYTES // (kv_heads * dim * (1 if fp8 else 2))
 
 
-def shared_bytes(dim: int, kv_heads: int, packed_rows: int, fp8: bool) -> int:
+def shared_bytes(key: DecodeKey) -> int:
     """``Shared`` of the source: the ring, what two consumers for each KV head have, barriers and flags.
 
-    A consumer has the query, the probabilities of two KV tiles, a result in float32, sums of warps and scales.
+    A consumer has the query, the probabilities of two KV tiles, a result in float32, sums of warps and scales. RoPE has
+    another barrier for each stage, and a number for each two columns.
     """
-    blocks, consumers = dim // COLUMNS + 2 * tile_tokens(dim, kv_heads, fp8) // COLUMNS, 2 * kv_heads
-    of_consumer = packed_rows * (blocks * ROW_BYTES + dim * 4 + 16 + 16 + 4)
-    return 2 * STAGES * TILE_BYTES + consumers * (-(-of_consumer // 1024) * 1024) + 3 * STAGES * 8 + 4 * consumers
+    dim, consumers, ring = key.head_dim, 2 * key.kv_heads, stages(key.rope)
+    blocks = dim // COLUMNS + 2 * tile_tokens(dim, key.kv_heads, key.fp8 is not None) // COLUMNS
+    of_consumer = key.packed_rows * (blocks * ROW_BYTES + dim * 4 + 16 + 16 + 4)
+    of_rope = ring * 8 + dim // 2 * 8 if key.rope else 0
+    return 2 * ring * TILE_BYTES + consumers * (-(-of_consumer // 1024) * 1024) + 3 * ring * 8 + of_rope + 4 * consumers
 
 
 def _specialization(key: DecodeKey) -> Specialization:
-    dim, kv_heads, packed_rows, dtype, fp8 = key
-    macros = {"HEAD_DIM": dim, "KV_HEADS": kv_heads, "PACKED_ROWS": packed_rows, "DTYPE": DTYPES[dtype]}
-    if fp8 is not None:
-        macros["KV_FP8"] = 1 + FP8_TYPES[fp8]
-    shared = max(shared_bytes(dim, kv_heads, packed_rows, fp8 is not None), LEAST_SHARED_BYTES)
-    return Specialization(KERNEL, macros, threads=threads(kv_heads), shared_bytes=shared)
+    macros = {"HEAD_DIM": key.head_dim, "KV_HEADS": key.kv_heads, "PACKED_ROWS": key.packed_rows}
+    macros["DTYPE"] = DTYPES[key.dtype]
+    if key.fp8 is not None:
+        macros["KV_FP8"] = 1 + FP8_TYPES[key.fp8]
+    if key.rope:
+        macros["ROPE"] = 1
+    shared = max(shared_bytes(key), LEAST_SHARED_BYTES)
+    return Specialization(KERNELS[key.rope], macros, threads=threads(key.kv_heads, key.rope), shared_bytes=shared)
 
 
 SPECIALIZATIONS = {
@@ -86,9 +115,12 @@ SPECIALIZATIONS = {
     for dim in sorted(CUDA_DECODE_HEAD_DIMS)
     for kv_heads in (1, 2)
     for packed_rows in CUDA_DECODE_PACKED_ROWS
-    for types in (*((dtype, None) for dtype in DTYPES), *((torch.float16, fp8) for fp8 in FP8_TYPES))
-    if kv_heads <= cuda_decode_kv_heads(dim, kv_heads, types[1] is not None)
-    for key in (DecodeKey(dim, kv_heads, packed_rows, *types),)
+    for dtype, fp8, rope in (
+        *((dtype, None, rope) for rope in KERNELS for dtype in DTYPES),
+        *((torch.float16, fp8, False) for fp8 in FP8_TYPES),
+    )
+    if kv_heads <= cuda_decode_kv_heads(dim, kv_heads, fp8 is not None)
+    for key in (DecodeKey(dim, kv_heads, packed_rows, dtype, fp8, rope),)
 }
 
 
@@ -124,7 +156,7 @@ def batch_decode(
     group, num_ctas = problem.num_qo_heads // num_kv_heads, p.cta_indptr.shape[0] - 1
     kv_heads = planned_decode_kv_heads(dim, num_kv_heads, fp8, num_ctas, q.device)
     launch(
-        SPECIALIZATIONS[DecodeKey.of(dim, kv_heads, group, q.dtype, k_cache.dtype)],
+        SPECIALIZATIONS[DecodeKey.of(dim, kv_heads, group, q.dtype, k_cache.dtype, o.pos_encoding)],
         (num_kv_heads // kv_heads, num_ctas),
         q=q,
         **cache_arguments(k_cache, v_cache, problem, kv_layout, kv_heads),
@@ -141,6 +173,7 @@ def batch_decode(
         merge_indptr=p.merge_indptr,
         scale=softmax_scale(o.sm_scale, dim),
         cap=o.logits_soft_cap,
+        **rope_arguments(o),
         window_left=o.window_left,
         rows=q.shape[0],
         num_pages=k_cache.shape[0],

@@ -262,6 +262,9 @@ struct Consumer {
       for (int c = 0; c < kColumnBlocks; ++c)
 #pragma unroll
         for (float& x : output[c]) x = 0;
+#if ROPE
+      query.rotate(shared.turns, item.position, thread);
+#endif
       query.store(shared_address(own.query), own.scales, queries.type, thread);
       fence_async_shared();  // the query
       sync();                // the query is stored

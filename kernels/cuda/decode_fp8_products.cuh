@@ -1,8 +1,8 @@
 // Decode: the products of an FP8 KV tile, which becomes float16 in registers, by WGMMA from there.
 //
 // A lane gets four neighbouring columns of a key, or two of a value, where the operand in registers has two and two, or
-// one and one that is 8 further. So the columns of the query are permuted (`permuted_pair`), and those of the result
-// (`column_of`).
+// one and one that is 8 further. So the columns of the query are permuted (`QueryChunks::store`), and those of the
+// result (`column_of`).
 #pragma once
 
 #include "decode_problem.cuh"
@@ -17,9 +17,6 @@ static_assert(kTokenBytes == kRowBytes);  // a token has one block of columns
 constexpr Fp8Type kKvType = KV_FP8 == 2 ? kFp8E5M2 : kFp8E4M3;
 
 DEVICE int column_of(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 * 2 + r; }
-
-// Of the 8 pairs of 16 columns, where pair `c` of the query is.
-constexpr DEVICE int permuted_pair(int c) { return c / 2 + c % 2 * 4; }
 
 // The address of chunk `chunk`, 16 bytes, of token `token`.
 DEVICE uint32 chunk_address(uint32 tile, int token, int chunk) {

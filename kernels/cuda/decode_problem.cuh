@@ -6,6 +6,9 @@
 #ifndef KV_FP8
 #define KV_FP8 0  // 1 e4m3, 2 e5m2
 #endif
+#ifndef ROPE
+#define ROPE 0
+#endif
 
 namespace attn_ops {
 namespace {
@@ -15,10 +18,12 @@ constexpr int kPackedRows = PACKED_ROWS;                      // query heads of 
 constexpr int kTileBytes = 16 << 10;                          // of the keys of a KV tile, and of its values
 constexpr int kTokenBytes = kDim * (KV_FP8 ? 1 : 2);          // of one head
 constexpr int kTile = kTileBytes / (KV_HEADS * kTokenBytes);  // tokens of a KV tile
-constexpr int kStages = 3;  // KV tiles of the ring. With more, SMs share the bandwidth less evenly
+// KV tiles of the ring. With more, SMs share the bandwidth less evenly; with RoPE one is being rotated.
+constexpr int kStages = ROPE ? 4 : 3;
 constexpr int kTurns = 2;   // consumers of a KV head
 constexpr int kConsumers = KV_HEADS * kTurns, kConsumerWarps = 4, kConsumerThreads = 32 * kConsumerWarps;
-constexpr int kProducerWarp = kConsumers * kConsumerWarps, kThreads = 32 * (kProducerWarp + 1);
+constexpr int kProducerWarp = kConsumers * kConsumerWarps;
+constexpr int kConverterThreads = ROPE ? 128 : 0, kThreads = 32 * (kProducerWarp + 1) + kConverterThreads;
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
 // A token in shared memory has rows as wide as the swizzle. A page is one box: its tokens are in groups of 8, each with
 // all columns of one head, then of the other.
@@ -33,6 +38,7 @@ constexpr int kStagedRowBytes = kDim * 4 + 16;  // of a head of a result. By the
 static_assert(kDim % 64 == 0 && kTile % 64 == 0 && (kPackedRows == 8 || kPackedRows == 16));
 static_assert(kTile / 8 <= 32);                 // boxes of a KV tile: a lane has one
 static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // a tensor map has one dimension for heads and rows
+static_assert(!(ROPE && KV_FP8));
 enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // and those of the other consumers
 
 struct Stage {
@@ -52,6 +58,10 @@ struct Shared {
   alignas(1024) Stage stages[kStages];
   ConsumerShared consumers[kConsumers];
   uint64 k_full[kStages], v_full[kStages], empty[kStages];
+#if ROPE
+  uint64 k_loaded[kStages];
+  uint64 turns[kDim / 2];  // of pairs of columns, as in rope.cuh
+#endif
   int combines[kConsumers];  // whether the consumer stored the last split of a row
 };
 
@@ -71,6 +81,7 @@ DEVICE int num_ctas() { return gridDim.y; }
 
 struct WorkItem {
   int row;         // of q
+  int position;    // of the row in the KV sequence
   int slot;        // of the partial result, negative without a split
   int page_start;  // of the request in kv_indices
   int begin, end;  // KV tokens that the row sees, within the page table; 0 and 0 if there are none
@@ -91,7 +102,7 @@ DEVICE WorkItem read_item(const Problem& p, int item, int stop) {
   const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
   const int kv_begin = column(kKvBegin, 0), kv_end = column(kKvEnd, 0), position = column(kPosition, 0);
   const int page_start = column(kPageStart, 0);
-  WorkItem to = {.row = column(kRow, -1), .slot = column(kSlot, -1)};
+  WorkItem to = {.row = column(kRow, -1), .position = position, .slot = column(kSlot, -1)};
   to.page_start = min(max(page_start, 0), p.max_pages);
   const int64 of_window = p.window_left >= 0 ? int64(position) - p.window_left : 0;
   const int64 begin = max(int64(max(kv_begin, 0)), of_window);

@@ -46,7 +46,12 @@ DEVICE void produce(const Problem& p, const Source& keys, const Source& values, 
     int first = item.first, used = 0;  // boxes
     do {
       if (first < item.end) {
-        const uint32 k_full = shared_address(&shared.k_full[stage]), v_full = shared_address(&shared.v_full[stage]);
+#if ROPE
+        const uint32 k_full = shared_address(&shared.k_loaded[stage]);
+#else
+        const uint32 k_full = shared_address(&shared.k_full[stage]);
+#endif
+        const uint32 v_full = shared_address(&shared.v_full[stage]);
         const int place = lane - used, page = min(box.page, uint32(p.num_pages) - 1);
         const uint32 to = shared_address(&shared.stages[stage]) + place * box_bytes;
         wait(shared_address(&shared.empty[stage]), parity);

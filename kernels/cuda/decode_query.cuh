@@ -6,6 +6,8 @@
 #include "out_type.cuh"
 #if KV_FP8
 #include "fp8.cuh"
+#elif ROPE
+#include "rope.cuh"
 #endif
 
 namespace attn_ops {
@@ -43,6 +45,28 @@ struct QueryChunks {
       for (int j = 0; j < 4; ++j) chunks[i][j] = x.words[j];
     }
   }
+
+#if ROPE
+  // A chunk has one column of each of its pairs; the chunk of another lane, half a head away, has the other one.
+  DEVICE void rotate(const uint64 (&turns)[kDim / 2], int position, int thread) {
+    constexpr int kHalf = kHeadChunks / 2;
+    const int column = thread % kHeadChunks, first = column % kHalf * 8;
+    const bool second_half = column >= kHalf;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint64 of_pairs[2] = {turns[first + 2 * j], turns[first + 2 * j + 1]};
+      const Angles<2> angles(of_pairs, position);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint32 own = chunks[i][j], other = __shfl_xor_sync(~0u, own, kHalf);
+        float x[2], y[2];
+        unpack(second_half ? other : own, x[0], x[1]), unpack(second_half ? own : other, y[0], y[1]);
+        angles.turn(x, y);
+        chunks[i][j] = second_half ? pack(y[0], y[1]) : pack(x[0], x[1]);
+      }
+    }
+  }
+#endif
 
   // To the K-major operand [packed rows, kDim]. Of a bfloat16 query in float16, the scales of heads go to `scales`.
   DEVICE void store(uint32 to, float* scales, int type, int thread) {

@@ -7,6 +7,12 @@
 namespace attn_ops {
 namespace {
 
+// Four floats in shared memory, at a multiple of 16 bytes.
+DEVICE float4 load_four(uint32 from) {
+  const uint4 bits = load_shared(from);
+  return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
+}
+
 DEVICE float max_of_quad(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

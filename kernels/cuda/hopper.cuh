@@ -233,7 +233,7 @@ DEVICE void store_transposed(uint32 row, const uint32 (&m)[2]) {
                : "memory");
 }
 
-// Two floats in the 16-bit type of the query, the first in the lower half.
+// Two floats in the type of the operands (DTYPE), the first in the lower half.
 DEVICE uint32 pack(float low, float high) {
   return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high);
 }

@@ -3,9 +3,9 @@
 // The output over the union of disjoint key sets is sum(2^s_i * v_i) / sum(2^s_i), computed as an online softmax over
 // the states. A state of no keys has s = -inf and adds nothing, whatever its v. An s of NaN or infinity gives NaN.
 //
-// Compiled for DTYPE (basics.cuh). Head counts, head dimension and strides are parameters. A thread owns one Vector, 16
-// bytes, of a packed row (a row and a head), and reads the row's s itself. If there are few rows, it has a part of the
-// states.
+// Compiled for DTYPE (elements.cuh: 0 float32, 1 float16, 2 bfloat16). Head counts, head dimension and strides are
+// parameters. A thread owns one Vector, 16 bytes, of a packed row (a row and a head), and reads the row's s itself. If
+// there are few rows, it has a part of the states.
 #include "basics.cuh"
 #include "elements.cuh"
 
@@ -29,20 +29,20 @@ struct Softmax {
   Softmax() = default;
 
   // As a thread has stored it.
-  __device__ __forceinline__ Softmax(const float (&shared)[kElements + 2][kThreads], int thread)
+  DEVICE Softmax(const float (&shared)[kElements + 2][kThreads], int thread)
       : row_max(shared[0][thread]), row_sum(shared[1][thread]) {
 #pragma unroll
     for (int e = 0; e < kElements; ++e) acc[e] = shared[e + 2][thread];
   }
 
-  __device__ __forceinline__ void store(float (&shared)[kElements + 2][kThreads], int thread) const {
+  DEVICE void store(float (&shared)[kElements + 2][kThreads], int thread) const {
     shared[0][thread] = row_max, shared[1][thread] = row_sum;
 #pragma unroll
     for (int e = 0; e < kElements; ++e) shared[e + 2][thread] = acc[e];
   }
 
   template <int kStates>
-  __device__ __forceinline__ void add(const float (&s)[kStates], const Vector (&v)[kStates]) {
+  DEVICE void add(const float (&s)[kStates], const Vector (&v)[kStates]) {
     float new_max = row_max;
 #pragma unroll
     for (int i = 0; i < kStates; ++i) new_max = fmaxf(new_max, s[i]);
@@ -63,7 +63,7 @@ struct Softmax {
   }
 
   // The states of another thread.
-  __device__ __forceinline__ void add(const Softmax& other) {
+  DEVICE void add(const Softmax& other) {
     const float new_max = fmaxf(row_max, other.row_max), anchor = finite(new_max);
     const float alpha = exp2_approx(row_max - anchor), other_alpha = exp2_approx(other.row_max - anchor);
     row_max = new_max, row_sum = row_sum * alpha + other.row_sum * other_alpha;
@@ -71,7 +71,7 @@ struct Softmax {
     for (int e = 0; e < kElements; ++e) acc[e] = acc[e] * alpha + other.acc[e] * other_alpha;
   }
 
-  __device__ __forceinline__ Vector output() const {
+  DEVICE Vector output() const {
     const float inverse = row_sum > 0.0f ? reciprocal_approx(row_sum) : 0.0f;
     float value[kElements];
 #pragma unroll
@@ -79,7 +79,7 @@ struct Softmax {
     return Type::pack(value);
   }
 
-  __device__ __forceinline__ float lse() const { return row_max + log2_approx(row_sum); }
+  DEVICE float lse() const { return row_max + log2_approx(row_sum); }
 };
 
 // How packed rows and their Vectors lie over CTAs. Most threads make a few loads and end: divisions would take them
@@ -90,7 +90,7 @@ struct Layout {
   int64 of_heads, of_vectors;  // ceil(2^32 / heads) and of vectors
 
   // n / divisor while n * divisor < 2^32: the inverse exceeds 2^32 / divisor by less than 1.
-  __device__ __forceinline__ static uint32 divide(uint32 n, int64 inverse) {
+  DEVICE static uint32 divide(uint32 n, int64 inverse) {
     return n * static_cast<uint64>(inverse) >> 32;
   }
 };
@@ -102,7 +102,7 @@ struct Place {
   int head, column, group;
   bool exists;
 
-  __device__ __forceinline__ Place(const Layout& to, int rows, int parts = 1) {
+  DEVICE Place(const Layout& to, int rows, int parts = 1) {
     group = Layout::divide(threadIdx.x, to.of_vectors);
     const int first = parts > 1 ? group % rows : group;
     packed_row = static_cast<int64>(blockIdx.x) * rows + first;
@@ -128,7 +128,7 @@ struct States {
 
   // Adds N states from `first` on, whose loads are in flight together.
   template <int N>
-  __device__ __forceinline__ void add_to(Softmax& softmax, int first) const {
+  DEVICE void add_to(Softmax& softmax, int first) const {
     float lses[N];
     Vector values[N];
 #pragma unroll

@@ -172,20 +172,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla(
 #endif
       prefetch_map(&q_nope_map), prefetch_map(&q_pe_map);
     }
-    for (auto& stage : shared.full)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : kTileArrivals);
-#if KV_FP8
-    for (auto& stage : shared.fp8_full)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kTileArrivals);
-    for (int& end : shared.fp8_end) end = 0;
-#endif
-    for (auto& stage : shared.empty)
-      for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kConsumerWarps * CLUSTER);
+    init_barriers(shared, kConsumerWarps * CLUSTER, 2 * kConsumerWarps, boxed);
     for (uint64& barrier : shared.p_stored) init_barrier(shared_address(&barrier), kConsumerWarps);
-    for (uint64& barrier : shared.merge_full) init_barrier(shared_address(&barrier), 1);
-    for (uint64& barrier : shared.merge_ready) init_barrier(shared_address(&barrier), 1);
-    init_barrier(shared_address(&shared.q_full), boxed ? 1 : kQueryThreads);
-    init_barrier(shared_address(&shared.q_empty), 2 * kConsumerWarps);
     fence_barrier_init();
   }
   cluster_arrive_after_init();

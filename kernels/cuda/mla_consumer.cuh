@@ -131,11 +131,11 @@ DEVICE void release(uint32 barrier) {
 // Step 12: divides by the row sums and stores columns of the output from `first_column` on, and the LSE with the first
 // column; or the partial result, by the memory `staged` of the warp.
 DEVICE void store(int first_column, uint32 staged, Stored& output, const float (&row_max)[2], const float (&sums)[2],
-                  const Problem& p, const Arguments& arguments, const int (&unit)[7]) {
+                  const Problem& p, const Arguments& arguments, const QueryBlock& unit) {
   const Results& to = arguments.results;
   const float value_scale = arguments.kv_scale ? arguments.kv_scale[1] : 1.f;
-  const int lane = threadIdx.x % 32, first = unit[6] + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
-  const int row = unit[0], count = unit[1], slot = unit[5];
+  const int lane = threadIdx.x % 32, line = threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
+  const int first = unit.first_packed_row + line, row = unit.row, slot = unit.slot;
   const Partial partial(to.partial, int64(to.slots) * p.tile_rows * p.heads);
   float norm[2];
   int64 to_row[2];
@@ -144,7 +144,7 @@ DEVICE void store(int first_column, uint32 staged, Stored& output, const float (
   for (int r = 0; r < 2; ++r) {
     const int packed = first + 8 * r, tile_row = p.row_of(packed);
     const int head = packed - tile_row * p.heads;
-    exists[r] = tile_row < count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
+    exists[r] = tile_row < unit.count && uint32(row + tile_row) < uint32(p.rows) && (slot < 0 || slot < to.slots);
     norm[r] = (sums[r] > 0 ? 1 / sums[r] : 0.f) * (KV_FP8 ? value_scale : 1.f);
     to_row[r] = ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head;
     float* lse = slot < 0 ? to.lse : partial.lse;
@@ -271,19 +271,16 @@ struct Consumer {
     const int lane = threadIdx.x % 32;
     for (uint32 n = 0;; ++n) {
       wait(q_full, n & 1);
-      int unit[7];
-#pragma unroll
-      for (int i = 0; i < 7; ++i) unit[i] = uniform(shared.unit[i]);
-      const int count = unit[1], position = unit[2], first_packed_row = unit[6];
-      mark(count > 0 ? kWaitUnit : kIdle);
-      if (count <= 0) return;
+      const QueryBlock unit = load_uniform(shared.unit);
+      mark(unit.count > 0 ? kWaitUnit : kIdle);
+      if (unit.count <= 0) return;
       tally(kUnits);
-      start = unit[3], end = unit[4];
-      visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed_row))) : end;
+      start = unit.start, end = unit.end;
+      visible_end = p.causal ? min(end, causal_end(unit.position, p.row_of(unit.first_packed_row))) : end;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = p.row_of(first_packed_row + line + 8 * r);
-        rows.end[r] = (p.causal ? min(end, causal_end(position, row)) : end) - lane % 4 * 2;
+        const int row = p.row_of(unit.first_packed_row + line + 8 * r);
+        rows.end[r] = (p.causal ? min(end, causal_end(unit.position, row)) : end) - lane % 4 * 2;
         rows.row_max[r] = -kInfinity, rows.row_sum[r] = 0;
       }
 #pragma unroll
@@ -296,7 +293,7 @@ struct Consumer {
         i = 2;
       }
       for (; i < tiles; i += 2) attend<true>(i);
-      const bool reused = SPLITS > 1 || unit[5] >= 0;  // the memory of the query, by results
+      const bool reused = SPLITS > 1 || unit.slot >= 0;  // the memory of the query, by results
       if (!reused) arrive_by_warp(q_empty);
       if (tiles > 0 && (base + tiles - 1 & 1) != SELF) {
         issue_peer_pv(tiles - 1);
@@ -314,7 +311,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
       // The warps of both CTAs agree on whether any of their rows exists.
-      if (p.row_of(first_packed_row + line / 16 * 16) < count)
+      if (p.row_of(unit.first_packed_row + line / 16 * 16) < unit.count)
         merge.run<kHalf / 2>([&](int i) -> float& { return output[i]; }, [](int i) { return i / 2 % 2; }, rows.row_max,
                              sums);
       Stored stored;

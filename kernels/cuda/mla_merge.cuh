@@ -58,7 +58,10 @@ struct Merge {
     wait(full, parity);
     float own[ROWS], other[ROWS], state[2 * ROWS];
 #pragma unroll
-    for (int c = 0; c < kStates; ++c) load_four(state + 4 * c, memory + lane * 16 + c * kLanesBytes);
+    for (int c = 0; c < kStates; ++c) {
+      const float4 x = load_four(memory + lane * 16 + c * kLanesBytes);
+      state[4 * c] = x.x, state[4 * c + 1] = x.y, state[4 * c + 2] = x.z, state[4 * c + 3] = x.w;
+    }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const float new_max = fmaxf(row_max[r], state[r]);
@@ -67,22 +70,15 @@ struct Merge {
     }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      float received[4];
-      load_four(received, memory + lane * 16 + (kStates + c) * kLanesBytes);
+      const float4 x = load_four(memory + lane * 16 + (kStates + c) * kLanesBytes);
+      const float received[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& x = number(4 * c + i);
-        x = x * own[row(4 * c + i)] + received[i] * other[row(4 * c + i)];
+        float& sum = number(4 * c + i);
+        sum = sum * own[row(4 * c + i)] + received[i] * other[row(4 * c + i)];
       }
     }
     parity ^= 1;
-  }
-
- private:
-  static DEVICE void load_four(float* to, uint32 from) {
-    const uint4 bits = load_shared(from);
-    to[0] = __uint_as_float(bits.x), to[1] = __uint_as_float(bits.y);
-    to[2] = __uint_as_float(bits.z), to[3] = __uint_as_float(bits.w);
   }
 };
 

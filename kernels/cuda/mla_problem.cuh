@@ -60,6 +60,19 @@ struct Unit : Item {  // with the KV tokens of this CTA's split; `start` is the 
   DEVICE int tiles() const { return (end - start + kTile - 1) / kTile; }
 };
 
+// A unit as its consumers read it in shared memory.
+struct QueryBlock {
+  int row, count, position;  // as of its item. No unit follows if there are no rows
+  int start, end;            // KV tokens
+  int slot;                  // of the partial result, negative without a split
+  int first_packed_row;      // of the CTA
+};
+
+DEVICE QueryBlock load_uniform(const QueryBlock& x) {
+  return {uniform(x.row), uniform(x.count), uniform(x.position),        uniform(x.start),
+          uniform(x.end), uniform(x.slot),  uniform(x.first_packed_row)};
+}
+
 // One past the last token that query row `row` sees, whose item begins at `position`.
 DEVICE int causal_end(int position, int row) {
   return static_cast<int>(max(min(int64(position) + row + 1, int64(kMaxTokens)), int64(0)));

@@ -15,6 +15,24 @@ struct Cache {
   const TensorMap *latent, *rotary;  // [num_pages, page_size, columns], boxes of a block
 };
 
+// The barriers that both kernels have. A stage is empty after `readers` arrivals, and the query after `query_readers`.
+template <class Shared>
+DEVICE void init_barriers(Shared& shared, int readers, int query_readers, bool boxed) {
+  for (auto& stage : shared.full)
+    for (uint64& barrier : stage) init_barrier(shared_address(&barrier), KV_FP8 ? kConverterWarps : kTileArrivals);
+#if KV_FP8
+  for (auto& stage : shared.fp8_full)
+    for (uint64& barrier : stage) init_barrier(shared_address(&barrier), kTileArrivals);
+  for (int& end : shared.fp8_end) end = 0;
+#endif
+  for (auto& stage : shared.empty)
+    for (uint64& barrier : stage) init_barrier(shared_address(&barrier), readers);
+  for (uint64& barrier : shared.merge_full) init_barrier(shared_address(&barrier), 1);
+  for (uint64& barrier : shared.merge_ready) init_barrier(shared_address(&barrier), 1);
+  init_barrier(shared_address(&shared.q_full), boxed ? 1 : kQueryThreads);
+  init_barrier(shared_address(&shared.q_empty), query_readers);
+}
+
 // A block to all CTAs of a cluster of `CTAS`, by the CTA `loader`.
 template <int CTAS>
 DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, int column, int token, int page,
@@ -174,12 +192,8 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, b
   const int first_packed_row = unit.first_packed_row + offset;
   wait(empty, n & 1 ^ 1);
   mark(kWaitEmpty);
-  if (thread == 0) {
-    const int words[] = {unit.row,   exists ? unit.count : 0, unit.position, unit.start,
-                         unit.end,   unit.slot,               first_packed_row};
-#pragma unroll
-    for (int i = 0; i < 7; ++i) shared.unit[i] = words[i];
-  }
+  if (thread == 0)
+    shared.unit = {unit.row, exists ? unit.count : 0, unit.position, unit.start, unit.end, unit.slot, first_packed_row};
   if (exists && q.boxed) {
     arrive_expect(full, kBlocks * ROWS * kRowBytes);
     const int tile_row = first_packed_row / p.heads;

@@ -33,7 +33,7 @@ struct Shared {
   alignas(1024) char kv[2][kTileBytes];  // of a tile, P lies over the rotary columns later
   float row_max[2][kPackedRows];         // of each consumer's latest tile
   float row_sum[2][2][kPackedRows];      // of even and odd units, of each consumer
-  int unit[8];
+  QueryBlock unit;
   uint64 full[2][kQuarters], empty[2][2], p_stored[2], q_full, q_empty;
   uint64 merge_full[2 * kConsumerWarps], merge_ready[2 * kConsumerWarps];  // of each consumer warp
 #if KV_FP8

@@ -261,14 +261,11 @@ struct Consumer {
     const uint32 q_full = shared_address(&shared.q_full), q_empty = shared_address(&shared.q_empty);
     for (uint32 n = 0;; ++n) {
       wait(q_full, n & 1);
-      int unit[7];
-#pragma unroll
-      for (int i = 0; i < 7; ++i) unit[i] = uniform(shared.unit[i]);
-      const int row = unit[0], count = unit[1], slot = unit[5];
-      mark(count > 0 ? kWaitUnit : kIdle);
-      if (count <= 0) return;
+      const QueryBlock unit = load_uniform(shared.unit);
+      mark(unit.count > 0 ? kWaitUnit : kIdle);
+      if (unit.count <= 0) return;
       tally(kUnits);
-      position = unit[2], start = unit[3], end = unit[4], first_packed = unit[6];
+      position = unit.position, start = unit.start, end = unit.end, first_packed = unit.first_packed_row;
       visible_end = p.causal ? min(end, causal_end(position, p.row_of(first_packed))) : end;
 #pragma unroll
       for (int j = 0; j < kOwnRows; ++j) row_max[j] = -kInfinity, row_sum[j] = 0;
@@ -282,7 +279,7 @@ struct Consumer {
       for (int i = 0; i < tiles; ++i) attend(i);
       base += max(tiles, 0);
       arrive_by_warp(q_empty);
-      store(row, count, slot);
+      store(unit.row, unit.count, unit.slot);
       mark(kEpilogue);
     }
   }

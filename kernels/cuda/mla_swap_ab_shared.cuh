@@ -27,7 +27,7 @@ struct Shared {
   alignas(1024) char p[kQueryBlockBytes];  // rows of 64 tokens
   alignas(16) char results[kStagedBytes > kMergedBytes ? kStagedBytes : kMergedBytes];  // staged, or from the other CTA
   alignas(16) float reduced[kPackedRows][kConsumerWarps];  // maxima or sums of the warps
-  int unit[8];
+  QueryBlock unit;
   uint64 full[2][kQuarters], empty[2][2], q_full, q_empty;
   uint64 merge_full[kConsumerWarps], merge_ready[kConsumerWarps];  // of each consumer warp
 #if KV_FP8

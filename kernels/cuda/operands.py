@@ -1,4 +1,4 @@
-"""Operands of attention kernels: dtypes as numbers of the sources, and tensor maps of pages."""
+"""Operands of attention kernels: dtypes as numbers of the sources, tensor maps of pages, and arguments of RoPE."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_ops.native.images import NoImageError
 from attn_ops.ops.cuda_kernels import CUDA_PAGE
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.state import KV_BLOCK
 
 ROW_BYTES = 128
@@ -37,6 +38,13 @@ OUT_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8
 
 FP8_TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
 """``Fp8Type`` of the sources."""
+
+ROPE_PARAMETERS = {"rope_theta": "fp32", "rope_scale": "fp32"}
+"""Parameters of kernels that rotate queries and keys."""
+
+
+def rope_arguments(o: AttentionOptions) -> dict[str, float]:
+    return {} if o.pos_encoding != "ROPE_LLAMA" else {"rope_theta": o.rope_theta, "rope_scale": o.rope_scale}
 
 
 def box_of_pages(page_size: int, most: int) -> int:

@@ -12,9 +12,11 @@ from attn_ops.kernels.cuda.operands import (
     DTYPES,
     FP8_TYPES,
     OUT_TYPES,
+    ROPE_PARAMETERS,
     ROW_BYTES,
     box_of_pages,
     paged_map,
+    rope_arguments,
     row_columns,
 )
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
@@ -39,7 +41,6 @@ PACKED_ROWS = 64
 NO_WINDOW = 1 << 30
 """``kNone`` of the source."""
 
-
 BFLOAT16_QUERIES = 2
 """``kBFloat16Queries`` of the source."""
 
@@ -50,7 +51,14 @@ KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("
 """Parameters of keys and values that are copied by tokens, in elements."""
 
 
-def _kernel(loads: str, custom_mask: bool, **further: str) -> Kernel:
+CONVERTED_PARAMETERS = {"kv_type": "i32", "kv_scale": "pointer"}
+"""Parameters of kernels that convert FP8 keys and values."""
+
+FP8_PARAMETERS = {"kv_scale": "pointer"}
+"""Parameters of kernels with FP8 products."""
+
+
+def _kernel(loads: str, custom_mask: bool, further: Mapping[str, str]) -> Kernel:
     """The kernel by how it loads keys and values, with ``further`` parameters of FP8 or RoPE."""
     by_tokens = loads == "tokens"
     parameters = {
@@ -76,17 +84,6 @@ def _kernel(loads: str, custom_mask: bool, **further: str) -> Kernel:
 
 LOADS = ("ragged", "pages", "tokens")
 """The results of :func:`~attn_ops.ops.cuda_kernels.kv_loads`."""
-
-KERNELS, KV_FP8_KERNELS, Q_FP8_KERNELS, ROPE_KERNELS = (
-    {(loads, custom_mask): _kernel(loads, custom_mask, **further) for loads in LOADS for custom_mask in (False, True)}
-    for further in (
-        {},
-        {"kv_type": "i32", "kv_scale": "pointer"},
-        {"kv_scale": "pointer"},
-        {"rope_theta": "fp32", "rope_scale": "fp32"},
-    )
-)
-"""By the loads of keys and values, and whether there is a custom mask."""
 
 
 class Tile(NamedTuple):
@@ -123,7 +120,7 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a CTA: a warpgroup of producers, those of consumers, and those of converters."""
+        """Threads of a CTA: a warpgroup of producers, those of consumers, and those of converters."""
         return 128 * (1 + self.converters + self.consumers)
 
     def unit_rows(self, packed_rows: int) -> int:
@@ -143,7 +140,7 @@ TILES = {
     (192, 128): Tile(128, 2, 2, 1, 128),
     (256, 256): Tile(64, 3, 2, 1, 32),
 }
-"""By the head dims of keys and of values, of 16-bit products."""
+"""Tiles of 16-bit kernels, by the head dims of keys and of values."""
 
 LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
 """The same, of query tiles that fill three consumers, which plans for large batches have."""
@@ -154,7 +151,7 @@ KV_FP8_TILES = {
     (192, 128): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=64),
     (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=64),
 }
-"""Of FP8 keys and values that are converted."""
+"""Tiles of kernels that convert FP8 keys and values."""
 
 FEW_ROWS_TILES = {
     (64, 64): Tile(128, 3, 3, 2, 64, converters=2, fp8_tokens=768, query_blocks=1),
@@ -168,14 +165,14 @@ ROPE_TILES = {
     (128, 128): Tile(128, 2, 2, 2, 32, converters=1),
     (256, 256): Tile(64, 3, 2, 1, 32, converters=1),
 }
-"""Of queries and keys that are rotated."""
+"""Tiles of kernels that rotate queries and keys."""
 
 FP8_TILES = {
     (64, 64): Tile(128, 4, 2, 2, 64, 4),
     (128, 128): Tile(128, 4, 2, 2, 32, 4),
     (256, 256): Tile(64, 4, 2, 1, 32, 4),
 }
-"""Of FP8 products."""
+"""Tiles of kernels with FP8 products."""
 
 assert TILES.keys() == KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
@@ -194,11 +191,15 @@ def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
     return next((one for one in key.variants() if one.rows == rows), key)
 
 
-class Images(NamedTuple):
-    """Specializations that have a table of tiles in common. ``macros`` are those besides sizes and loads."""
+class Family(NamedTuple):
+    """Specializations that have a table of tiles in common.
+
+    parameters  of FP8 or RoPE
+    macros      besides those of sizes and loads
+    """
 
     tiles: dict[tuple[int, int], Tile]
-    kernels: dict[tuple[str, bool], Kernel]
+    parameters: Mapping[str, str] = {}
     dtypes: Sequence[torch.dtype] = tuple(DTYPES)
     macros: Mapping[str, int] = {}
     rows: str = "any"
@@ -206,27 +207,27 @@ class Images(NamedTuple):
     masks: Sequence[bool] = (False,)
 
 
-IMAGES = (
-    Images(TILES, KERNELS, masks=(False, True)),
-    Images(LARGE_BATCH_TILES, KERNELS, rows="many"),
-    Images(KV_FP8_TILES, KV_FP8_KERNELS, macros={"KV_FP8": 1}, masks=(False, True)),
-    Images(
+FAMILIES = (
+    Family(TILES, masks=(False, True)),
+    Family(LARGE_BATCH_TILES, rows="many"),
+    Family(KV_FP8_TILES, CONVERTED_PARAMETERS, macros={"KV_FP8": 1}, masks=(False, True)),
+    Family(
         FEW_ROWS_TILES,
-        KV_FP8_KERNELS,
+        CONVERTED_PARAMETERS,
         (torch.float16,),
         {"KV_FP8": 1, "FEW_ROWS": 1},
         rows="few",
         loads=("pages", "tokens"),
         masks=(False, True),
     ),
-    Images(FP8_TILES, Q_FP8_KERNELS, (E4M3,), {"Q_FP8": 1}),
-    Images(ROPE_TILES, ROPE_KERNELS, macros={"ROPE": 1}),
+    Family(FP8_TILES, FP8_PARAMETERS, dtypes=(E4M3,), macros={"Q_FP8": 1}),
+    Family(ROPE_TILES, ROPE_PARAMETERS, macros={"ROPE": 1}, masks=(False, True)),
 )
 
 
-def _specialization(images: Images, key: PrefillKey, tile: Tile) -> Specialization:
+def _specialization(family: Family, key: PrefillKey, tile: Tile) -> Specialization:
     return Specialization(
-        images.kernels[key.loads, key.custom_mask],
+        _kernel(key.loads, key.custom_mask, family.parameters),
         {
             "HEAD_DIM_QK": key.head_dim_qk,
             "HEAD_DIM_VO": key.head_dim_vo,
@@ -235,7 +236,7 @@ def _specialization(images: Images, key: PrefillKey, tile: Tile) -> Specializati
             "CONSUMERS": tile.consumers,
             **({"KV_CP_ASYNC": 1} if key.loads == "tokens" else {}),
             **({"CUSTOM_MASK": 1} if key.custom_mask else {}),
-            **images.macros,
+            **family.macros,
         },
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(key.head_dim_qk, key.head_dim_vo, key.dtype.itemsize, key.custom_mask),
@@ -243,15 +244,16 @@ def _specialization(images: Images, key: PrefillKey, tile: Tile) -> Specializati
 
 
 _ALL = [
-    (images, PrefillKey(*dims, loads, dtype, "KV_FP8" in images.macros or dtype == E4M3, images.rows, *of), tile)
-    for images in IMAGES
-    for dims, tile in images.tiles.items()
-    for loads in images.loads
-    for dtype in images.dtypes
-    for of in ((custom_mask, "ROPE" in images.macros) for custom_mask in images.masks)
+    (family, PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, "ROPE" in family.macros), tile)
+    for family in FAMILIES
+    for dims, tile in family.tiles.items()
+    for loads in family.loads
+    for dtype in family.dtypes
+    for fp8 in ("KV_FP8" in family.macros or dtype == E4M3,)
+    for custom_mask in family.masks
 ]
 TILE_OF = {key: tile for _, key, tile in _ALL}
-SPECIALIZATIONS = {key: _specialization(images, key, tile) for images, key, tile in _ALL}
+SPECIALIZATIONS = {key: _specialization(family, key, tile) for family, key, tile in _ALL}
 """By key: the tile, and the kernel with its macros."""
 
 LIKE_OPERANDS = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
@@ -292,11 +294,6 @@ def fp8_arguments(x: Operands, kv_scale: Tensor | None, few_rows: bool) -> dict[
         return {"kv_scale": kv_scale}
     converts_queries = few_rows and x.q.dtype == torch.bfloat16
     return {"kv_scale": kv_scale, "kv_type": FP8_TYPES[x.k.dtype] + BFLOAT16_QUERIES * converts_queries}
-
-
-def rope_arguments(o: AttentionOptions) -> dict[str, Any]:
-    """The arguments of rotated queries and keys."""
-    return {} if o.pos_encoding != "ROPE_LLAMA" else {"rope_theta": o.rope_theta, "rope_scale": o.rope_scale}
 
 
 def mask_arguments(mask: Tensor | None, plan: PrefillPlan | None) -> dict[str, Any]:

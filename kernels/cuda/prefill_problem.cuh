@@ -38,7 +38,7 @@ constexpr int kConsumers = CONSUMERS;
 constexpr bool kConverts = KV_FP8 || ROPE;                        // a warpgroup changes what consumers read
 constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // or two, where consumers spare the registers
 static_assert(!kConverts || kConsumers == 2);
-static_assert(!ROPE || !(KV_FP8 || Q_FP8 || CUSTOM_MASK));
+static_assert(!ROPE || !(KV_FP8 || Q_FP8));
 // Sizes by head dims are those of the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
 constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES

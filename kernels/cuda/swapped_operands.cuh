@@ -90,11 +90,5 @@ DEVICE void store_four_as(int type, void* out, int64 at, const float4& x) {
   }
 }
 
-// Four numbers in shared memory, at a multiple of 16 bytes.
-DEVICE float4 load_four(uint32 from) {
-  const uint4 bits = load_shared(from);
-  return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
-}
-
 }  // namespace
 }  // namespace attn_ops

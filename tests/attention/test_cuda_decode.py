@@ -48,14 +48,19 @@ FP8_AXES: dict[str, tuple[Any, ...]] = {
     "kv_scale": (None, (0.5, 3.0)),
 }
 FP8 = replace(BASE, kv_dtype=torch.float8_e4m3fn, kv_scale=(2.0, 0.25))
+ROPE = replace(BASE, pos_encoding="ROPE_LLAMA")
+ROPE_AXES: dict[str, tuple[Any, ...]] = {name: AXES[name] for name in AXES if name != "kv_scale"}
+ROPE_AXES |= {"rope": ((4.0, 5e5),)}
 CASES = [
     *one_at_a_time(BASE, AXES),
+    *(replace(case, name=f"RoPE, {case.name}") for case in one_at_a_time(ROPE, ROPE_AXES)),
+    *(replace(case, name=f"RoPE, {case.name}") for case in sampled(ROPE, ROPE_AXES, 40, seed=7)),
     *(replace(case, name=f"FP8, {case.name}") for case in one_at_a_time(FP8, AXES | FP8_AXES)),
     *sampled(BASE, AXES, 60, seed=5),
     *(replace(case, name=f"FP8, {case.name}") for case in sampled(FP8, AXES | FP8_AXES, 60, seed=6)),
     *(
         replace(base, name=f"{base.name}, {heads[1]} KV heads of 64", head_dims=(64, 64), heads=heads, kv_layout=layout)
-        for base in (BASE, replace(FP8, name="FP8"))
+        for base in (BASE, replace(FP8, name="FP8"), replace(ROPE, name="RoPE"))
         for heads, layout in (((9, 3), "NHD"), ((72, 6), "NHD"), ((32, 4), "HND"))
     ),
     replace(BASE, name="empty", kv_lens=(), padding=2),

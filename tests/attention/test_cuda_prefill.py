@@ -157,6 +157,9 @@ CASES += [
         "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
         "few and no keys": {"kv_lens": (5, 0, 33, 1, 1, 60), "storage": "padded"},
         "long": {"kv_lens": (40000,), "qo_lens": (20,), "heads": (4, 2)},
+        "mask": {"masked": 0.4, "padding": 70, "spare_batch": 3},
+        "mask, few keys seen, pages of one token": {"masked": 0.01, "page_size": 1, "kv_layout": "HND"},
+        "mask, split, all options": {**_SPLIT, "masked": 0.4, "causal": False, "sinks": 1.0, "window_left": 1500},
         "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
         "alternating warpgroups, split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
     }.items()

@@ -21,25 +21,26 @@ from helpers.harness import Setup
 
 from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
+from attn_ops.ops.cuda_kernels import DecodeKey
 
 SHARED_PER_CTA, SHARED_PER_SM, RESERVED_PER_CTA = 227 << 10, 228 << 10, 1 << 10
-REGISTERS_PER_THREAD = {1: 168, 2: 96}
-"""KV heads of a CTA -> with which three of its 9 or five of its 17 warps fit in the register file of a quarter of an
-SM."""
+REGISTERS_PER_THREAD = {(1, False): 168, (2, False): 96, (1, True): 128, (2, True): 80}
+"""KV heads of a CTA, and RoPE -> with which three of its 9, five of 17, four of 13 or six of 21 warps fit in the
+register file of a quarter of an SM."""
 
 KEYS = list(decode.SPECIALIZATIONS)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("key", [key for key in KEYS if key[3] == torch.float16], ids=str)
-def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
+def test_sizes_are_those_of_the_source(key: DecodeKey) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
-    (dim, kv_heads, packed_rows, _, fp8), one = key, decode.SPECIALIZATIONS[key]
+    (dim, kv_heads, packed_rows, _, fp8, rope), one = key, decode.SPECIALIZATIONS[key]
     expected = {
-        "sizeof(Shared)": -(-decode.shared_bytes(dim, kv_heads, packed_rows, fp8 is not None) // 1024) * 1024,
+        "sizeof(Shared)": -(-decode.shared_bytes(key) // 1024) * 1024,
         "kTile": decode.tile_tokens(dim, kv_heads, fp8 is not None),
         "kTileBytes": decode.TILE_BYTES,
-        "kStages": decode.STAGES,
+        "kStages": decode.stages(rope),
         "kThreads": one.threads,
         "kPackedRows": packed_rows,
         "kRowBytes": min(dim * (2 if fp8 is None else 1), operands.ROW_BYTES),
@@ -52,20 +53,19 @@ def test_sizes_are_those_of_the_source(key: tuple[Any, ...]) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_one_cta_fits_on_an_sm_and_nothing_is_spilled(key: tuple[Any, ...]) -> None:
-    _, kv_heads, *_ = key
+def test_one_cta_fits_on_an_sm_and_nothing_is_spilled(key: DecodeKey) -> None:
     used = usage_of(decode.SPECIALIZATIONS[key])
     assert used.shared <= SHARED_PER_CTA
     assert 2 * (used.shared + RESERVED_PER_CTA) > SHARED_PER_SM
-    assert used.registers <= REGISTERS_PER_THREAD[kv_heads]
+    assert used.registers <= REGISTERS_PER_THREAD[key.kv_heads, key.rope]
     assert used.stack == 0
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_a_kv_tile_takes_the_products_of_its_packed_rows(key: tuple[Any, ...]) -> None:
+def test_a_kv_tile_takes_the_products_of_its_packed_rows(key: DecodeKey) -> None:
     """Of a consumer warp. No product waits for the one before it, and nothing is spilled in the mainloop."""
-    (dim, kv_heads, packed_rows, _, fp8), code = key, disassembly(decode.SPECIALIZATIONS[key])
+    (dim, kv_heads, packed_rows, _, fp8, _), code = key, disassembly(decode.SPECIALIZATIONS[key])
     tokens = decode.tile_tokens(dim, kv_heads, fp8 is not None)
     products = [m.start() for m in re.finditer(r"\bHGMMA\.64x(\d+)x16", code)]
     assert set(re.findall(r"\bHGMMA\.64x(\d+)x16", code)) == {str(packed_rows)}
@@ -131,6 +131,7 @@ GOOD = Problem(
 )
 
 
+ROPE: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
 F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TAKEN: list[tuple[dict[str, Any], tuple[Any, ...] | list[tuple[Any, ...]]]] = [
     ({}, (128, 1, 8, BF16, None)),
@@ -146,6 +147,8 @@ TAKEN: list[tuple[dict[str, Any], tuple[Any, ...] | list[tuple[Any, ...]]]] = [
     ({"page_size": 272}, (128, 1, 8, BF16, None)),
     ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 1, 8, BF16, None)),
     ({"context_ranks": 2}, (128, 1, 8, BF16, None)),
+    (ROPE, (128, 1, 8, BF16, None, True)),
+    (ROPE | {"dtype": F16, "kv_dtype": F16, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 2, 8, F16, None, True)),
 ]
 
 
@@ -155,7 +158,8 @@ def test_calls_that_it_runs(
 ) -> None:
     """Over an FP8 cache a CTA may have one KV head of 128 or two, by the plan."""
     assert unsupported.cuda_decode(replace(GOOD, **fields)) == []
-    assert on_hopper == [decode.SPECIALIZATIONS[one] for one in (key if isinstance(key, list) else [key])]
+    keys = key if isinstance(key, list) else [key]
+    assert on_hopper == [decode.SPECIALIZATIONS[DecodeKey(*one)] for one in keys]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -171,6 +175,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
     ({"options": ("pos_encoding",), "pos_encoding": "ALIBI"}, "it does not implement pos_encoding"),
+    (ROPE | {"kv_dtype": torch.float8_e4m3fn}, "it does not implement RoPE with an FP8 cache"),
+    (ROPE | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
     (
         {"options": ("window_left",), "context_ranks": 2},
         "it does not implement window_left on the keys of one rank",

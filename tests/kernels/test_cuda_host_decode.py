@@ -77,8 +77,24 @@ CASES[-1] = replace(CASES[-1], planner={"num_ctas": 3, "fixed_split_size": 8})
 FP8_CASES = [replace(case, name=f"{case.name}, FP8", **(E5M2 if i % 3 == 2 else E4M3)) for i, case in enumerate(CASES)]
 
 
+ROPE: dict[str, Any] = {"pos_encoding": "ROPE_LLAMA"}
+ROPE_CASES = [
+    _case("RoPE", **ROPE),
+    _case("RoPE, splits", **ROPE | MANY, rope=(4.0, 5e5), sinks=1.0, page_size=64, storage="fused", kv_layout="HND"),
+    _case("RoPE, one long request", **ROPE, kv_lens=(1000,), heads=(6, 2), planner={"num_ctas": 16}, page_size=8),
+    _case("RoPE, window, cap", **ROPE, window_left=33, logits_soft_cap=5.0, sinks=1.0, page_size=8),
+    _case("RoPE, rows after the last", **ROPE, padding=3, spare_batch=2, storage="padded", dtype=torch.float16),
+    _case("RoPE, no tokens", **ROPE, kv_lens=(0, 0), sinks=2.0),
+    _case("RoPE, groups of 16", **ROPE | MANY, heads=(16, 1), page_size=16),
+    _case("RoPE, one head", **ROPE, heads=(1, 1), out_dtype=torch.float32),
+    _case("RoPE, 64", **ROPE | F16_64, page_size=16),
+    _case("RoPE, 64, groups of 16", **ROPE | F16_64 | MANY, heads=(16, 1), page_size=8, logits_soft_cap=30.0),
+    _case("RoPE, 64, four KV heads", **ROPE | F16_64 | MANY, heads=(36, 4), page_size=16, kv_layout="HND", sinks=1.0),
+    _case("RoPE, 64, three KV heads", **ROPE | F16_64, heads=(6, 3), page_size=32, window_left=90),
+]
+
 RUNS = [
-    *((case, 3) for case in CASES + FP8_CASES),
+    *((case, 3) for case in CASES + FP8_CASES + ROPE_CASES),
     *((case, 132) for case in FP8_CASES if case.head_dims[0] == 128 and case.heads[1] % 2 == 0),
 ]
 """Cases, and SMs of the GPU: on 132 the CTAs of these plans, of one KV head each, run at once."""
@@ -120,7 +136,7 @@ def test_the_workspace_may_lie_at_any_float(eager: bool) -> None:
 
 
 def test_one_image_for_each_kind_of_cache_head_dim_and_size_of_groups() -> None:
-    assert len(decode.SPECIALIZATIONS) == 28
+    assert len(decode.SPECIALIZATIONS) == 40
 
 
 EXTREMES: dict[str, dict[str, int]] = {
@@ -222,6 +238,35 @@ FAULTS = {
     "no splits are combined": Planted(Fault("if (!combines) return;", "return;"), "differs"),
     "rows without tokens are not stored": Planted(Fault("if (combines) store_empty_rows(p, results);", ""), "differs"),
 }
+
+ROTATED_KEYS = "fence_async_shared();\n      arrive_by_warp(shared_address(&shared.k_full[stage]));"
+
+ROPE_FAULTS = {
+    "keys are rotated before they have arrived": Planted(
+        Fault("wait(shared_address(&shared.k_loaded[stage]), parity);", ""), "race|uninitialised"
+    ),
+    "no proxy fence after keys": Planted(
+        Fault(ROTATED_KEYS, ROTATED_KEYS.removeprefix("fence_async_shared();")), "no proxy fence"
+    ),
+    "rotated keys are not passed on": Planted(Fault(ROTATED_KEYS, "fence_async_shared();"), "deadlock"),
+    "angles of the first row for all": Planted(Fault("angles.add(step);", ""), "differs"),
+    "queries are not rotated": Planted(
+        Fault("query.rotate(shared.turns, item.position, thread);", "query.rotate(shared.turns, 0, thread);"), "differs"
+    ),
+    "turns are read before they are stored": Planted(
+        Fault("store_turns(rope_theta, rope_scale, shared);", ""), "race|uninitialised"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["", *ROPE_FAULTS])
+def test_faults_of_rope_are_noticed(name: str) -> None:
+    faults = [one.fault for one in ROPE_FAULTS.values()]
+    host = Host(faults=faults, planted=1 + list(ROPE_FAULTS).index(name) if name else 0)
+    noticed = pytest.raises(AssertionError, match=ROPE_FAULTS[name].message) if name else contextlib.nullcontext()
+    setup = Setup("decode", _case("RoPE", **ROPE, kv_lens=(300, 0, 400, 200), planner={"num_ctas": 1}))
+    with noticed:
+        setup.check(*_run(setup, host, eager=True), **setup.tolerance("cuda"))
 
 
 @pytest.mark.parametrize("name", ["", *FAULTS])

@@ -17,6 +17,7 @@ from helpers.cuda_host.calls import prefill_case as _case
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 
 ROPE: dict[str, Any] = {"pos_encoding": "ROPE_LLAMA", "causal": True}
+MASK: dict[str, Any] = {"pos_encoding": "ROPE_LLAMA", "causal": False, "masked": 0.4}
 OF_64, OF_256 = {"head_dims": (64, 64)}, {"head_dims": (256, 256), "heads": (4, 2)}
 
 CASES = [
@@ -34,6 +35,12 @@ CASES = [
     ("prefill", _case("64, splits", **ROPE | OF_64 | SPLIT, heads=(6, 2), window_left=300)),
     ("prefill", _case("256", **ROPE | OF_256, logits_soft_cap=5.0, page_size=16)),
     ("prefill", _case("256, splits", **ROPE | OF_256 | SPLIT, sinks=1.0, window_left=300)),
+    ("prefill", _case("mask", **MASK, padding=3, spare_batch=2)),
+    ("prefill", _case("mask that hides most tokens", **MASK | {"masked": 0.01}, kv_lens=(700,), qo_lens=(9,))),
+    ("prefill", _case("mask, window, cap, tokens", **MASK, window_left=50, logits_soft_cap=5.0, page_size=1)),
+    ("prefill", _case("64, mask, splits", **MASK | OF_64 | SPLIT | {"causal": False}, kv_layout="HND")),
+    ("prefill", _case("256, mask", **MASK | OF_256, sinks=1.0, page_size=64)),
+    ("ragged", _case("ragged, mask", **MASK, dtype=torch.float16)),
     ("ragged", _case("ragged", **ROPE, storage="padded", planner={"tile_rows": 32})),
     ("ragged", _case("ragged, window", **ROPE, window_left=40, heads=(6, 2), kv_layout="HND")),
     ("ragged", _case("ragged, 64", **ROPE | OF_64, dtype=torch.float16)),

@@ -372,6 +372,7 @@ TAKEN: list[dict[str, Any]] = [
         {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
         for dims in prefill.ROPE_TILES
     ),
+    {"options": ("mask", "pos_encoding"), "pos_encoding": "ROPE_LLAMA"},
 ]
 
 
@@ -466,7 +467,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
     (ROPE | {"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile with RoPE"),
-    (ROPE | {"options": ("mask", "pos_encoding")}, "it does not implement RoPE with a custom mask"),
     (ROPE | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"num_qo_heads": 32769, "num_kv_heads": 1}, "it needs at most 32768 query heads per KV head"),

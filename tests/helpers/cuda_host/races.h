@@ -22,7 +22,7 @@ namespace host {
 using Time = std::uint32_t;
 using Entity = std::uint16_t;
 
-constexpr int kMaxCtas = 2, kMaxThreads = 640, kMaxWarps = kMaxThreads / 32, kMaxBarriers = 64;
+constexpr int kMaxCtas = 2, kMaxThreads = 768, kMaxWarps = kMaxThreads / 32, kMaxBarriers = 64;
 constexpr int kMaxBulkThreads = 64;  // of a CTA, that have bulk stores
 constexpr Time kNever = ~Time(0);    // of what nobody knows to have ended
 constexpr Entity kEntitiesOfCta = kMaxThreads + kMaxWarps + kMaxBarriers + kMaxBulkThreads;
