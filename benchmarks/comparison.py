@@ -123,7 +123,7 @@ class Comparison:
         self._spread = 0.0  # of the last row
 
     def rows(self, rows: Sequence[R], measure: Callable[[R], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ``measure`` returns for each row, and the spread of the times that it took.
+        """The result of ``measure`` for each row, and the spread of the times that it took.
 
         If the process is to end: for the rows before, if there are any.
         """
@@ -204,6 +204,24 @@ def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """The largest relative error in norm of pairs ``(actual, expected)``. NaN if one is NaN."""
     errors = [(actual.float() - expected).norm() / expected.norm() for actual, expected in pairs]
     return float(torch.stack(errors).max())
+
+
+def rotated(x: Tensor, position: Tensor) -> Tensor:
+    """ROPE_LLAMA of ``x [tokens, heads, head_dim]`` at ``position [tokens]``."""
+    pair = torch.arange(x.shape[2] // 2, device=x.device)
+    angle = position[:, None].double() * 1e4 ** (-2 * pair.double() / x.shape[2])
+    sin, cos = angle.sin().float()[:, None], angle.cos().float()[:, None]
+    low, high = x.chunk(2, dim=2)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=2)
+
+
+def logit_gap(logits: Tensor, tokens: Tensor) -> float:
+    """Largest gap of the logits of ``tokens [...]`` to the greatest of ``logits [..., vocabulary]``.
+
+    In standard deviations of the logits of a token's place.
+    """
+    gap = logits.amax(-1) - logits.gather(-1, tokens[..., None])[..., 0]
+    return float((gap / logits.std(-1)).max())
 
 
 def release_memory() -> None:

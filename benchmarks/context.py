@@ -12,14 +12,13 @@ from torch import Tensor
 import attn_ops
 from attn_ops.distributed import ContextExchange, ContextShard, merge_context
 from benchmarks import ranks, report
-from benchmarks.comparison import MAX_RELATIVE_ERROR, release_memory
+from benchmarks.comparison import MAX_RELATIVE_ERROR
 from benchmarks.timing import Call, copies_for
 
 HEADS, DIM, PAGE = (32, 8), 128, 16
-BYTES_PER_US = 4.2e6
-"""Sizes the CUDA graphs, with a constant for the exchange."""
-
 EXCHANGE_US = 10.0
+"""Expected time of the exchange, for the size of the CUDA graphs."""
+
 NOTE = (
     "Microseconds of one decode launch and its merge, bf16, 32/8 heads of 128, pages of 16 dealt to the GPUs in turn, "
     "in a CUDA graph over rotating caches: the median of replays, and of the GPUs the slowest. `local` is attention on "
@@ -90,7 +89,7 @@ class ContextProblem:
 
 
 def calls_of(problem: ContextProblem, exchange: ContextExchange) -> dict[str, Call]:
-    """What is measured, by column."""
+    """The calls that are measured, by column."""
     calls: dict[str, Call] = {
         "local": problem.local,
         "all-gather": problem.merged(),
@@ -117,7 +116,7 @@ def _check(calls: dict[str, Call]) -> None:
 
 
 def _measure(row: ContextRow, rank: int, world: int, exchange: ContextExchange, device: torch.device) -> report.Row:
-    expected = row.kv_bytes(world) / BYTES_PER_US + EXCHANGE_US
+    expected = row.kv_bytes(world) / report.PEAK_BYTES_PER_US + EXCHANGE_US
     problem = ContextProblem(row, rank, world, device)
     calls = calls_of(problem, exchange)
     _check(calls)
@@ -125,19 +124,14 @@ def _measure(row: ContextRow, rank: int, world: int, exchange: ContextExchange, 
     del problem, calls
     alone = 0.0
     if rank == 0:
-        _release(device)
+        ranks.release(device)
         whole = ContextProblem(row, 0, 1, device)
         alone = ranks.microseconds({"one GPU": whole.local}, whole.copies, expected * world, device)["one GPU"]
         del whole
-    _release(device)
+    ranks.release(device)
     dist.barrier()
     fastest = min(time for name, time in times.items() if name != "local")
     return {"row": row.name, "one GPU": alone, **times, "speed-up": alone / fastest, "goal on 4": row.goal}
-
-
-def _release(device: torch.device) -> None:
-    if device.type == "cuda":
-        release_memory()
 
 
 def measure(device: torch.device) -> tuple[list[str], list[report.Row]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ NOTE = (
     "Microseconds per launch: bf16, head dim 128, shuffled NHD pages of 16 tokens unless the row says otherwise. "
     f"Launches are in CUDA graphs over rotating copies of the KV cache. {METHOD} `{report.SPEEDUP}` is the time of the "
     "fastest peer divided by that of attn_ops. SDPA reads a contiguous cache of equal lengths. TB/s counts KV, "
-    "queries and outputs once; `share` is of 4.45 TB/s, the measured peak. A row that another backend than triton ran "
-    "names it."
+    f"queries and outputs once; `share` is of {report.PEAK_BANDWIDTH}, the measured peak. A row that another backend "
+    "than triton ran names it."
 )
 
 
@@ -35,19 +36,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
 
 
+def op_options(problem: DecodeProblem) -> dict[str, Any]:
+    """The options of the row."""
+    row = problem.row
+    return {"kv_layout": row.layout, "pos_encoding": "ROPE_LLAMA" if row.rope else "NONE"}
+
+
 def ours(problem: DecodeProblem, backend: str = "auto", num_ctas: int | None = None) -> Call:
     """``batch_decode`` with a plan that is made in advance."""
     planner = problem.planner(num_ctas)
     plan = planner.plan(*problem.table.arguments)
-    decode, workspace, layout = torch.ops.attn.batch_decode, planner.workspace, problem.row.layout
-    return lambda copy: decode(problem.q, *problem.caches(copy), plan, workspace, kv_layout=layout, backend=backend)[0]
+    decode, workspace = torch.ops.attn.batch_decode, planner.workspace
+    options = {**op_options(problem), "backend": backend}
+    return lambda copy: decode(problem.q, *problem.caches(copy), plan, workspace, **options)[0]
 
 
 def _backend(problem: DecodeProblem) -> str:
     """The backend or kernel that runs the row."""
-    planner, layout = problem.planner(), problem.row.layout
+    planner = problem.planner()
     arguments = problem.q, *problem.caches(0), planner.state, planner.workspace
-    lines = attn_ops.explain("batch_decode", *arguments, kv_layout=layout)
+    lines = attn_ops.explain("batch_decode", *arguments, **op_options(problem))
     return next(line.split(":")[0] for line in lines.splitlines() if ": runs it" in line)
 
 

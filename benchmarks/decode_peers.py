@@ -8,12 +8,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
 from benchmarks.decode_problem import DecodeProblem
-from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace, xqa_call
+from benchmarks.peers import batch_attention, flash_attn, flashinfer, flashinfer_workspace, xqa_call
 from benchmarks.timing import Call
+
+
+def _refuse_rope(problem: DecodeProblem) -> None:
+    if problem.row.rope:
+        raise NotMeasuredError("it does not rotate queries and keys")
 
 
 def _contiguous(problem: DecodeProblem) -> list[tuple[Tensor, Tensor]]:
     """Contiguous KV caches ``[batch, num_kv_heads, length, head_dim]``."""
+    _refuse_rope(problem)
     if problem.row.equal_length is None:
         raise NotMeasuredError("a contiguous cache needs requests of one length")
     if problem.kv_dtype != problem.dtype:
@@ -51,6 +57,7 @@ def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
             row.num_kv_heads,
             row.head_dim,
             row.page_size,
+            pos_encoding_mode="ROPE_LLAMA" if row.rope else "NONE",
             q_data_type=problem.dtype,
             kv_data_type=problem.kv_dtype,
             o_data_type=problem.dtype,
@@ -63,29 +70,20 @@ def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
 
 def flashinfer_persistent(problem: DecodeProblem) -> Call:
     """``BatchAttention``: prefill and decode in one persistent kernel."""
-    fi, row = flashinfer(), problem.row
-    wrapper = fi.BatchAttention(row.layout, problem.device)
+    _refuse_rope(problem)
+    q, row = problem.q, problem.row
     qo_indptr = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device)
-    wrapper.plan(
-        qo_indptr,
-        problem.table.indptr,
-        problem.table.indices,
-        problem.table.kv_len,
-        row.num_qo_heads,
-        row.num_kv_heads,
-        row.head_dim,
-        row.head_dim,
-        row.page_size,
-        q_data_type=problem.dtype,
-        kv_data_type=problem.kv_dtype,
+    sizes = (row.num_qo_heads, row.num_kv_heads, row.head_dim, row.head_dim, row.page_size)
+    plan, run = batch_attention(
+        q, torch.empty_like(q), qo_indptr, problem.table, sizes, problem.kv_dtype, kv_layout=row.layout
     )
-    out = torch.empty_like(problem.q)
-    lse = torch.empty(problem.q.shape[:2], dtype=torch.float32, device=problem.device)
-    return lambda copy: wrapper.run(problem.q, problem.caches(copy), out=out, lse=lse)[0]
+    plan()
+    return lambda copy: run(problem.caches(copy))
 
 
 def flashinfer_xqa(problem: DecodeProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache``, with block tables."""
+    _refuse_rope(problem)
     call, out = xqa_call(problem.q, problem.table, problem.row.layout), torch.empty_like(problem.q)
     return lambda copy: call(problem.caches(copy), out=out)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import attn_ops
-from benchmarks.comparison import largest_error
+from benchmarks.comparison import largest_error, rotated
 from benchmarks.decode_rows import DecodeRow
 from benchmarks.page_table import PageTable
 from benchmarks.timing import copies_for
@@ -69,6 +69,10 @@ class DecodeProblem:
     def _expected(self, b: int, copy: int) -> Tensor:
         row = self.row
         k, v = (self.table.tokens(self._nhd(cache), b, row.lengths[b]).float() for cache in self.caches(copy))
-        q = self.q[b].float().view(row.num_kv_heads, -1, row.head_dim)
+        q = self.q[b].float()
+        if row.rope:
+            position = torch.arange(row.lengths[b], device=self.device)
+            q, k = rotated(q[None], position[-1:])[0], rotated(k, position)
+        q = q.view(row.num_kv_heads, -1, row.head_dim)
         probabilities = torch.softmax(q @ k.permute(1, 2, 0) * row.head_dim**-0.5, -1)
         return (probabilities @ v.transpose(0, 1)).flatten(0, 1)

@@ -18,6 +18,7 @@ class DecodeRow:
     page_size: int = 16
     fp8: bool = False
     layout: str = "NHD"
+    rope: bool = False  # inside attention: keys are not rotated before they are appended
 
     @property
     def batch(self) -> int:
@@ -65,6 +66,10 @@ def _hnd(row: DecodeRow) -> DecodeRow:
     return replace(row, name=f"{row.name}, HND", layout="HND", goal=None)
 
 
+def _rope(row: DecodeRow) -> DecodeRow:
+    return replace(row, name=f"{row.name}, RoPE", rope=True, goal=None)
+
+
 ROWS: tuple[DecodeRow, ...] = (
     _even(1, 4096, (32, 8), 8),
     _even(1, 32768, (32, 8), 36),
@@ -97,4 +102,8 @@ ROWS: tuple[DecodeRow, ...] = (
     _hnd(_heads_of_64(_even(128, 2048, (32, 8), None))),
     _hnd(_fp8(_even(32, 4096, (32, 8), None))),
     _hnd(_fp8(_even(128, 8192, (32, 8), None))),
+    _rope(_even(1, 4096, (32, 8), None)),
+    _rope(_even(32, 4096, (32, 8), None)),
+    _rope(_even(32, 4096, (8, 8), None)),
+    _rope(_even(128, 1024, (32, 32), None)),
 )

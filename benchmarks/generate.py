@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
-from benchmarks.comparison import ALL, NotMeasured, add_peers, reason_of
+from benchmarks.comparison import ALL, NotMeasured, add_peers, logit_gap, reason_of
 
 OURS = "attn_ops"
 PEERS = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
 """Fields of a LlamaConfig."""
 
 KINDS_OF_LAYERS = 1
-"""Of a Llama: all layers see all keys, so a step has one plan."""
+"""Kinds of layers of a Llama: all layers see all keys, so a step has one plan."""
 
 MODES = ("generate, dynamic cache", "generate_batch", "generate, static cache", "generate, static cache, compiled")
 BATCH, COMPILED = MODES[1], MODES[3]
@@ -60,8 +60,8 @@ BLOCK = 256
 STEPS = 20
 """Steps after the warm-up, in which nothing may compile."""
 
-MAX_REGRET = 0.3
-"""Largest regret of a generated token, in standard deviations of the logits. On an H200 in bfloat16, sdpa's own tokens
+MAX_LOGIT_GAP = 0.3
+"""Largest :func:`~benchmarks.comparison.logit_gap` of generated tokens. On an H200 in bfloat16, sdpa's own tokens
 reached 0.12 with 8 requests, and those of attn_ops 0.20 with 32."""
 
 NOTE = (
@@ -81,7 +81,7 @@ class Workload(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """What this library did in a run: plans in each step or graph, if counted, and graphs that were compiled."""
+    """Plans of this library in each step or graph of a run, if counted, and graphs that were compiled."""
 
     plans_per_step: float | None
     recompiles: int
@@ -164,19 +164,13 @@ def tokens_of(
     return torch.cat((prompts, torch.tensor(generated, device=prompts.device)), 1)
 
 
-def regret(model: Any, tokens: Tensor, new: int) -> float:
-    """Largest gap of the logits of the last ``new`` tokens to the greatest logits, in standard deviations."""
-    logits = model(tokens, logits_to_keep=new + 1, use_cache=False).logits[:, :-1].float()
-    gap = logits.amax(-1) - logits.gather(-1, tokens[:, -new:, None])[..., 0]
-    return float((gap / logits.std(-1)).max())
-
-
 def check_tokens(name: str, mode: str, reference: Any, tokens: Tensor, new: int) -> None:
-    """Raise AssertionError if tokens are not those of the model ``reference``, beyond rounding."""
-    if not (found := regret(reference, tokens, new)) < MAX_REGRET:
+    """Raise AssertionError if the last ``new`` tokens are not those of the model ``reference``, beyond rounding."""
+    logits = reference(tokens, logits_to_keep=new + 1, use_cache=False).logits[:, :-1].float()
+    if not (found := logit_gap(logits, tokens[:, -new:])) < MAX_LOGIT_GAP:
         raise AssertionError(
             f"{mode}: logits of tokens of {name} are {found:.2f} standard deviations below the greatest, expected less "
-            f"than {MAX_REGRET}"
+            f"than {MAX_LOGIT_GAP}"
         )
 
 
@@ -232,7 +226,7 @@ def check_plans(mode: str, model: Any, work: Workload, backend: str) -> tuple[Ch
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -279,7 +273,7 @@ def measure(
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
-    """Of each implementation that transformers cannot run here, why."""
+    """Reasons why transformers cannot run implementations here, by name."""
     from transformers import modeling_flash_attention_utils as flash
     from transformers import utils
 

@@ -13,13 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import attn_ops
 from attn_ops.distributed import shard_plan
 from benchmarks import ranks, report
-from benchmarks.comparison import release_memory
 from benchmarks.timing import copies_for
 
 DIM, PAGE = 128, 16
-BYTES_PER_US = 4.2e6
-"""Sizes the CUDA graphs."""
-
 NOTE = (
     "Microseconds of one decode launch, bf16, heads of 128, pages of 16, in a CUDA graph over rotating caches: the "
     "median of replays, and of the GPUs the slowest. Each GPU has its share of the heads; nothing is exchanged."
@@ -80,11 +76,10 @@ def _row(row: HeadsRow, mesh: DeviceMesh, device: torch.device) -> report.Row:
     world, times = mesh.size(), dict[str, float]()
     for name, grid in (("one GPU", None), (f"{world} GPUs", mesh)):
         problem = HeadsProblem(row, grid, device)
-        expected = row.kv_bytes(1 if grid is None else world) / BYTES_PER_US
+        expected = row.kv_bytes(1 if grid is None else world) / report.PEAK_BYTES_PER_US
         times |= ranks.microseconds({name: problem.call}, problem.copies, expected, device)
         del problem
-        if device.type == "cuda":
-            release_memory()
+        ranks.release(device)
         dist.barrier()
     found = ranks.slowest(times, device)
     alone, shared = found.values()

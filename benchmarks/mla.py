@@ -16,8 +16,8 @@ from benchmarks.timing import Call
 NOTE = (
     "Microseconds per launch: bf16, latents of 512 and 64, page 64, 128 heads unless the row says otherwise. "
     f"{METHOD} `{report.SPEEDUP}` is the time of the fastest peer divided by that of attn_ops. "
-    "TFLOP/s counts 2 * heads * (576 + 512) operations per key; `share` is of 790 TFLOP/s, the measured peak, and "
-    "`of roofline` counts 4.45 TB/s too."
+    f"TFLOP/s counts 2 * heads * (576 + 512) operations per key; `share` is of {report.PEAK_COMPUTE}, the measured "
+    f"peak, and `of roofline` counts {report.PEAK_BANDWIDTH} too."
 )
 OURS = "attn_ops"
 EXPECTED_FLOPS_PER_US = 500e6

@@ -10,7 +10,7 @@ from benchmarks.prefill_problem import MlaProblem
 from benchmarks.timing import Call
 
 SM_SCALE = (128 + 64) ** -0.5
-"""Of the head dim before the absorption of the weights."""
+"""The softmax scale of the head dim before the absorption of the weights."""
 
 
 def flashinfer_mla(backend: str) -> Prepare:

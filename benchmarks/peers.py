@@ -54,6 +54,31 @@ def xqa_call(q: Tensor, table: PageTable, kv_layout: str = "NHD", **options: Any
     return lambda caches, out=None: function(q, caches, workspace, tables, table.kv_len, longest, out=out, **options)
 
 
+def batch_attention(
+    q: Tensor,
+    out: Tensor,
+    qo_indptr: Tensor,
+    table: PageTable,
+    sizes: tuple[int, int, int, int, int],
+    kv_dtype: torch.dtype,
+    *,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+) -> tuple[Callable[[], object], Callable[[tuple[Tensor, Tensor]], Tensor]]:
+    """``(plan, run)`` of FlashInfer's ``BatchAttention``. ``run(caches)`` writes ``out``, and returns it.
+
+    ``sizes`` are the query heads, the KV heads, the head dims of keys and of values, and the page size.
+    """
+    wrapper = flashinfer().BatchAttention(kv_layout, str(q.device))
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    batch = qo_indptr, table.indptr, table.indices, table.kv_len
+    options: dict[str, Any] = {"causal": causal, "q_data_type": q.dtype, "kv_data_type": kv_dtype}
+    return (
+        lambda: wrapper.plan(*batch, *sizes, **options),
+        lambda caches: wrapper.run(q, caches, out=out, lse=lse)[0],
+    )
+
+
 def flashinfer_workspace(device: str) -> Tensor:
     """A workspace buffer of a wrapper."""
     return torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

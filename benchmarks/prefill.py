@@ -21,8 +21,8 @@ NOTE = (
     "TFLOP/s: bf16, causal, 32/8 heads of 128, page 16 unless the row says otherwise. FLOPs are 2 * heads * (head dim "
     "of keys and of values) for each query row and key that it sees. "
     f"{METHOD} `{report.SPEEDUP}` compares the faster of paged and ragged with the fastest peer. "
-    "SDPA and FlexAttention read dense KV. `share` is that of the faster of paged and ragged, of 790 "
-    "TFLOP/s, the measured peak; `of roofline` counts 4.45 TB/s too."
+    "SDPA and FlexAttention read dense KV. `share` is that of the faster of paged and ragged, of "
+    f"{report.PEAK_COMPUTE}, the measured peak; `of roofline` counts {report.PEAK_BANDWIDTH} too."
 )
 EXPECTED_FLOPS_PER_US = 500e6
 """Sizes the CUDA graphs."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
-from benchmarks.peers import flash_attn, flashinfer, flashinfer_workspace, xqa_call
+from benchmarks.peers import batch_attention, flash_attn, flashinfer, flashinfer_workspace, xqa_call
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
 from benchmarks.timing import Call
@@ -127,7 +127,7 @@ def flash_attn_varlen(problem: PrefillProblem) -> Call:
 
 
 def _options(problem: PrefillProblem) -> dict[str, Any]:
-    """What ``plan()`` of FlashInfer's prefill wrappers takes by name."""
+    """Keyword arguments of ``plan()`` of FlashInfer's prefill wrappers."""
     row = problem.row
     dtypes: dict[str, Any] = {"q_data_type": problem.dtype}
     if row.fp8:
@@ -143,7 +143,7 @@ def _options(problem: PrefillProblem) -> dict[str, Any]:
 
 
 def _scales(problem: PrefillProblem) -> list[Tensor]:
-    """What FlashInfer takes by position with an FP8 query: scales of queries, keys and values, per head."""
+    """Scales of queries, keys and values, per head: FlashInfer takes them by position with an FP8 query."""
     heads = (problem.row.num_qo_heads, problem.row.num_kv_heads, problem.row.num_kv_heads)
     return [torch.ones(n, device=problem.device) for n in heads] if problem.row.fp8_query else []
 
@@ -208,18 +208,17 @@ def flashinfer_ragged(backend: str) -> Prepare:
 
 def flashinfer_persistent(problem: PrefillProblem) -> Call:
     """``BatchAttention``: chunks and single rows in one persistent kernel, paged."""
-    fi, row = flashinfer(), problem.row
+    row = problem.row
+    flashinfer()  # the first reason of all rows, if it is not installed
     _refuse_options(row)
     if row.fp8_query:
         raise NotMeasuredError("it is measured with 16-bit queries")
-    wrapper = fi.BatchAttention("NHD", problem.device)
-    indptr, indices, _ = problem.table.arguments
     sizes = (row.num_qo_heads, row.num_kv_heads, row.head_dim, row.head_dim_vo, row.page_size)
-    types = {"q_data_type": problem.dtype, "kv_data_type": problem.kv_dtype}
-    wrapper.plan(problem.qo_indptr, indptr, indices, problem.table.kv_len, *sizes, causal=row.causal, **types)
-    out = problem.empty_out()
-    lse = torch.empty(problem.q.shape[:2], dtype=torch.float32, device=problem.device)
-    return lambda i: wrapper.run(problem.q, (problem.k_caches[i], problem.v_caches[i]), out=out, lse=lse)[0]
+    plan, run = batch_attention(
+        problem.q, problem.empty_out(), problem.qo_indptr, problem.table, sizes, problem.kv_dtype, causal=row.causal
+    )
+    plan()
+    return lambda copy: run((problem.k_caches[copy], problem.v_caches[copy]))
 
 
 MAX_XQA_ROWS = 32

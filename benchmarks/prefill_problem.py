@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import attn_ops
-from benchmarks.comparison import largest_error
+from benchmarks.comparison import largest_error, rotated
 from benchmarks.page_table import PageTable, indptr
 from benchmarks.prefill_rows import MlaRow, PrefillRow
 from benchmarks.timing import copies_for
@@ -112,7 +112,7 @@ class PrefillProblem:
         k, v = (t[copy][first_kv : first_kv + m].float() for t in (self.keys, self.values))
         q = self.q[first_q + i].float()
         if row.rope:
-            q, k = _rotated(q, i + m - n), _rotated(k, torch.arange(m, device=self.device))
+            q, k = rotated(q, i + m - n), rotated(k, torch.arange(m, device=self.device))
         q = q.unflatten(1, (row.num_kv_heads, -1))
         logits = torch.einsum("nhgd,mhd->nhgm", q, k) * row.head_dim**-0.5
         if row.logits_soft_cap:
@@ -127,15 +127,6 @@ class PrefillProblem:
         if visible is not None:
             logits.masked_fill_(~visible[i][:, None, None], -torch.inf)
         return torch.einsum("nhgm,mhd->nhgd", logits.softmax(-1), v).flatten(1, 2)
-
-
-def _rotated(x: Tensor, position: Tensor) -> Tensor:
-    """ROPE_LLAMA of ``x [tokens, heads, head_dim]``."""
-    pair = torch.arange(x.shape[2] // 2, device=x.device)
-    angle = position[:, None].double() * 1e4 ** (-2 * pair.double() / x.shape[2])
-    sin, cos = angle.sin().float()[:, None], angle.cos().float()[:, None]
-    low, high = x.chunk(2, dim=2)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=2)
 
 
 class MlaProblem:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
+from benchmarks.comparison import release_memory
 from benchmarks.timing import Call, device_microseconds
 
 CPU_ROUNDS = 5
@@ -24,7 +25,7 @@ Measure = Callable[[torch.device], tuple[list[str], list[report.Row]]]
 
 
 def microseconds(calls: dict[str, Call], copies: int, expected: float, device: torch.device) -> dict[str, float]:
-    """Of one launch of each call, on this rank. On the CPU wall-clock time, which says little."""
+    """Microseconds of one launch of each call, on this rank. On the CPU wall-clock time, which says little."""
     if device.type == "cuda":
         return device_microseconds(calls, copies, expected)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -34,6 +35,12 @@ def microseconds(calls: dict[str, Call], copies: int, expected: float, device: t
             call(i % copies)
             times[name].append((time.perf_counter() - begin) * 1e6)
     return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def release(device: torch.device) -> None:
+    """Free the memory of a row on a GPU and the code that was compiled for it."""
+    if device.type == "cuda":
+        release_memory()
 
 
 def slowest(times: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -26,6 +26,9 @@ PEAK_BYTES_PER_US = 4.45e6
 PEAK_FLOPS_PER_US = 790e6
 """The rate of the fastest bf16 product of two 8192 x 8192 matrices measured on an H200."""
 
+PEAK_BANDWIDTH, PEAK_COMPUTE = f"{PEAK_BYTES_PER_US / 1e6:g} TB/s", f"{PEAK_FLOPS_PER_US / 1e6:g} TFLOP/s"
+"""The peaks as text, for the notes of tables."""
+
 FASTEST, SPEEDUP = "fastest peer", "vs fastest peer"
 
 Row = dict[str, Any]
@@ -48,7 +51,7 @@ class Columns(NamedTuple):
 
 
 def speedups(row: Row, columns: Columns) -> dict[str, float]:
-    """Of each peer that was measured: its time divided by ours. Above 1, this library is faster."""
+    """The time of each peer that was measured, divided by ours. Above 1, this library is faster."""
     ours = [row[name] for name in columns.ours if row.get(name)]
     peers = {name: row[name] for name in columns.peers if row.get(name)}
     if not ours:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from benchmarks import report
 
 BYTES = 2
-"""Of an element of the cache, the query and the output."""
+"""Bytes of an element of the cache, the query and the output."""
 
 
 class Machine(NamedTuple):

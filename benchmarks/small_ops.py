@@ -24,7 +24,7 @@ NOTE = (
 OURS, COPY = "attn_ops", "copy"
 HEAD_DIM, PAGE = 128, 16
 MAX_COPIES = 64
-"""Of the smallest inputs, which L2 holds in a server too."""
+"""Most copies of an input. L2 holds those of the smallest ones, as it does in a server."""
 
 
 class SmallRow(NamedTuple):

@@ -34,7 +34,7 @@ LOADED = {
     "gen_batch_prefill_module": "_gen_batch_prefill_primary_module",
     "gen_batch_attention_module": "_gen_batch_attention_primary_module",
 }
-"""Generators that FlashInfer 0.7 loads in wrappers: of equal strides of keys and values. FA3 has no such one."""
+"""FlashInfer 0.7's wrappers load these variants for keys and values of equal strides. FA3 has none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,10 +76,12 @@ def modules() -> Iterator[JitModule]:
         yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))
     for decode in ROWS:
         kv, dim = torch.float8_e4m3fn if decode.fp8 else dtype, decode.head_dim
-        yield _prefill("fa2", kv, dim, dim)  # decode with tensor cores
-        types = (dtype, kv, dtype, index, dim, dim, POS_ENCODING_NONE)
-        yield "gen_batch_attention_module", (*types, SOFT_CAP, PROFILER)
+        yield _prefill("fa2", kv, dim, dim, rope=decode.rope)  # decode with tensor cores
+        types = (dtype, kv, dtype, index, dim, dim, ROPE_LLAMA if decode.rope else POS_ENCODING_NONE)
         yield "gen_batch_decode_module", (*types, SLIDING_WINDOW, SOFT_CAP)
+        if decode.rope:
+            continue
+        yield "gen_batch_attention_module", (*types, SOFT_CAP, PROFILER)
         if decode.page_size in XQA_PAGE_SIZES:
             yield _xqa(kv, decode.page_size, dim, decode.num_qo_heads // decode.num_kv_heads)
     for row in (*PREFILL_ROWS, *PREFILL_FP8_ROWS):

@@ -19,7 +19,7 @@ from torch import Tensor
 import attn_ops
 from benchmarks import report
 from benchmarks.comparison import METHOD, Comparison, Prepare, add_peers, selected
-from benchmarks.peers import flashinfer, flashinfer_workspace
+from benchmarks.peers import batch_attention, flashinfer, flashinfer_workspace
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
 from benchmarks.timing import Call, host_microseconds
@@ -176,16 +176,10 @@ def flashinfer_wrappers(tensor_cores: bool, backend: str) -> Implementation:
 
 def flashinfer_persistent(p: StepProblem) -> StepImplementation:
     """``BatchAttention``: all requests in one persistent kernel."""
-    fi, row = flashinfer(), p.row
-    wrapper = fi.BatchAttention("NHD", p.device)
-    indptr, indices, _ = p.table.arguments
+    row = p.row
     sizes = (row.num_qo_heads, row.num_kv_heads, row.head_dim, row.head_dim_vo, row.page_size)
-    types = {"q_data_type": p.dtype, "kv_data_type": p.dtype}
-    out, lse = p.empty_out(), torch.empty(p.q.shape[:2], dtype=torch.float32, device=p.device)
-    return StepImplementation(
-        lambda: wrapper.plan(p.qo_indptr, indptr, indices, p.table.kv_len, *sizes, causal=True, **types),
-        lambda copy: (wrapper.run(p.q, p.caches(copy), out=out, lse=lse)[0],),
-    )
+    plan, run = batch_attention(p.q, p.empty_out(), p.qo_indptr, p.table, sizes, p.dtype, causal=True)
+    return StepImplementation(plan, lambda copy: (run(p.caches(copy)),))
 
 
 def _step(implementation: StepImplementation, p: StepProblem, plan_in_graph: bool) -> Call:

@@ -98,10 +98,10 @@ def test_a_row_has_the_largest_spread_of_its_implementations(monkeypatch: pytest
     assert rows == [{"row": "small", "ours": 10.0, "peer": 10.0, comparison.SPREAD: pytest.approx(20.0)}]
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fp8": True}, {"rope": True}], ids=str)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_decode_problem_detects_wrong_results(fp8: bool, layout: str) -> None:
-    problem = DecodeProblem(replace(SMALL, fp8=fp8, layout=layout), device="cpu")
+def test_a_decode_problem_detects_wrong_results(options: dict[str, Any], layout: str) -> None:
+    problem = DecodeProblem(replace(SMALL, **options, layout=layout), device="cpu")
     assert problem.k_caches[0].shape[1 if layout == "NHD" else 2] == SMALL.page_size
     out = decode.ours(problem)(0)
     assert problem.error(out) < comparison.MAX_RELATIVE_ERROR
@@ -225,6 +225,11 @@ def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.M
         p = DecodeProblem(replace(SMALL, layout=layout), device="cpu")
         for peer in (wrapper, decode_peers.flashinfer_xqa, decode_peers.flashinfer_persistent):
             assert p.error(peer(p)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    rotated = DecodeProblem(replace(SMALL, rope=True), device="cpu")
+    assert rotated.error(wrapper(rotated)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    for peer in (decode_peers.flashinfer_xqa, decode_peers.flashinfer_persistent):
+        with pytest.raises(NotMeasuredError, match="it does not rotate queries and keys"):
+            peer(rotated)
     few = replace(STEP, qo_lens=(4, 4), kv_lens=(33, 12))
     for peer, row in (
         (prefill_peers.flashinfer_xqa, few),
@@ -233,6 +238,10 @@ def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.M
     ):
         problem = prefill_problem.PrefillProblem(row, device="cpu")
         assert problem.error(peer(problem)(1), 1) < comparison.MAX_RELATIVE_ERROR
+    mixed = workload.StepProblem(STEP, device="cpu")
+    persistent = workload.flashinfer_persistent(mixed)
+    persistent.plan()
+    assert mixed.error(persistent.layer(1), 1) < comparison.MAX_RELATIVE_ERROR
     for name, of in small_ops.KINDS.items():
         small = of.problem(small_ops.SmallRow("small", name, 2, 3, states=2, context=20, batch=2), "cpu")
         assert small.error(small_ops._flashinfer(small)(1), 1) < comparison.MAX_RELATIVE_ERROR
@@ -336,20 +345,53 @@ def test_gaps_are_where_no_kernel_runs() -> None:
 
 
 def test_kernels_are_distinguished_by_name() -> None:
-    names = ("plan_decode_kernel", "append_kernel_0", "decode_kernel", "combine_kernel_3", "nvjet_tst_64x8")
-    part_of = {"decode_kernel": "attention", "combine_kernel": "attention"}
+    names = ("plan_decode_kernel", "append_kernel_0", "decode_kernel", "combine_kernel_3", "nvjet_tst_64x8", "decode")
+    part_of = {"decode": "attention", "decode_kernel": "attention", "combine_kernel": "attention"}
     part_of |= {"plan_decode_kernel": "planning", "append_kernel": "append"}
     found = part_times([Kernel(name, i, i + 2**-i) for i, name in enumerate(names)], part_of)
-    expected = {"planning": 1.0, "append": 0.5, "attention": 0.25 + 0.125, "rest": 0.0625}
+    expected = {"planning": 1.0, "append": 0.5, "attention": 0.25 + 0.125 + 0.03125, "rest": 0.0625}
     assert {name: found[name] for name in expected} == expected
 
 
 def test_every_module_has_kernels_that_a_profile_counts() -> None:
     pytest.importorskip("triton")
     found = kernel_parts()
-    assert {"decode_kernel", "append_kernel", "plan_decode_kernel"} < set(found)
-    assert len(found) >= len(MODULES)
+    cuda = {"decode", "prefill", "mla", "mla_swap_ab"}
+    cuda |= {"merge_states_kernel", "merge_state_kernel", "merge_state_in_place_kernel"}
+    assert {"decode_kernel", "append_kernel", "plan_decode_kernel"} | cuda < set(found)
+    assert len(found) >= len(MODULES) + len(cuda)
     assert set(found.values()) == {"attention", "append", "planning"}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("decode", "attention"),
+        ("mla_swap_ab", "attention"),
+        ("merge_states_kernel", "attention"),
+        ("decode_kernel_0", "attention"),
+        ("combine_decode_kernel_1", "attention"),
+        ("append_kernel_2", "append"),
+        ("plan_decode_kernel", "planning"),
+        ("plan_decode_kernel_3", "planning"),
+        ("triton_poi_fused_add_mul_0", "rest"),
+    ],
+)
+def test_kernels_are_booked_under_their_part_of_a_step(name: str, part: str) -> None:
+    pytest.importorskip("triton")
+    found = part_times([Kernel(name, 0, 2)], kernel_parts())
+    assert {key for key, microseconds in found.items() if microseconds == 2} == {part}
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3)])
+def test_the_logit_gap_is_that_of_the_worst_token(shape: tuple[int, ...]) -> None:
+    logits = torch.randn(*shape, 11)
+    greatest = logits.argmax(-1)
+    assert comparison.logit_gap(logits, greatest) == 0
+    logits[1, ..., 4] = logits[1].amax() - 2
+    tokens = torch.cat((greatest[:1], torch.full_like(greatest[1:], 4)))
+    gaps = (logits[1].amax(-1) - logits[1, ..., 4]) / logits[1].std(-1)
+    assert comparison.logit_gap(logits, tokens) == pytest.approx(float(gaps.max()))
 
 
 def test_every_module_to_build_is_of_some_kind() -> None:
