@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_ops.eager.captured_call import reinterpret
 
 MIN_KEPT_BYTES, MAX_KEPT_BYTES = 1 << 17, 1 << 24
-"""Of memory that a thread keeps for keys, or for values, that are not in a row."""
+"""Bounds on the memory that a thread keeps for keys, or for values, that are not in a row."""
 
 Take = Callable[[Tensor], Tensor]
 
@@ -34,7 +34,7 @@ class View(NamedTuple):
         return cls(tuple(t.shape), t.stride(), int(t.storage_offset() - base.storage_offset()))
 
     def taker(self) -> Take:
-        """What takes the view of another base."""
+        """A function that takes the view of another base."""
         size, strides, ahead = self
         return lambda base: reinterpret(base, size, strides, ahead)
 
@@ -78,7 +78,7 @@ class Reader:
         self.is_row = self.page == self.page_size * self.token
 
     def __call__(self, call: KernelCall) -> Take:
-        """What takes ``[requests, num_kv_heads, L, dim]`` of a base: a view if each request's pages are in a row."""
+        """A function of a base: ``[requests, num_kv_heads, L, dim]``, a view if each request's pages are in a row."""
         requests, pages, number, skipped = call.requests, call.pages, call.end - call.begin, call.begin % self.page_size
         if pages.first is not None and (self.is_row or pages.per_request == 1):
             ahead = self.ahead + pages.first * self.page + skipped * self.token

@@ -120,7 +120,7 @@ def of_request(rows: int, length: int, bounds: KeyBounds) -> KernelCall | None:
 def _kernel_call(
     first: int, rows: int, requests: int, position: int, length: int, bounds: KeyBounds
 ) -> KernelCall | None:
-    """Of ``rows`` rows of each request from ``position`` on."""
+    """The kernel call of ``rows`` rows of each request, from ``position`` on; None if none of them sees a key."""
     window = Window.of(bounds, max(0, -position) + rows, length)
     without_keys = min(rows, max(0, -position - window.right))
     rows, first, position = rows - without_keys, first + without_keys, position + without_keys
@@ -169,7 +169,7 @@ class Table(NamedTuple):
     num_pages: int
 
     def pages(self, requests: range, begin: int, end: int) -> Pages:
-        """Those of the tokens from ``begin`` to ``end`` of each request."""
+        """The pages of the tokens from ``begin`` to ``end`` of each request."""
         page = begin // self.page_size
         count, places = -(-end // self.page_size) - page, self.numbers.shape[0]
         begins = [start + page for start in self.starts[requests.start : requests.stop]]

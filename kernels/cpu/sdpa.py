@@ -326,7 +326,7 @@ def _planned(
     options: dict[str, Any],
     ragged: bool = False,
 ) -> Run:
-    """By a plan, over caches that ``as_pages`` takes as ``[pages, page_size, num_kv_heads, dim]``."""
+    """A run by a plan, over caches that ``as_pages`` takes as ``[pages, page_size, num_kv_heads, dim]``."""
     form = Form.of(q, q.shape[2], caches[1].shape[-1], return_lse, AttentionOptions(**options), bases.shape)
     (of_q, *of_caches), planned = bases.tensors[:3], kind(*plan)
     query = View.of(q, of_q)

@@ -25,7 +25,7 @@ from attn_ops.symbolic_sizes import any_zero, guard_or_true
 MAX_ELEMENTS = 1 << 26
 """Logits, or elements of gathered keys, that prefill holds at a time."""
 MAX_GROUPS = 64
-"""Of work items, in a graph for any number of them."""
+"""Largest number of groups of work items in a graph with symbolic sizes."""
 
 
 class Tiles(NamedTuple):

@@ -1,10 +1,10 @@
 """Fill a plan in closed form: cumulative sums, binary searches and scatters, no loop over requests.
 
-Decode. The KV blocks of all requests, in order, form one sequence of block indices. It is divided at ``num_ctas - 1``
-split points into one range per CTA, for every KV head alike: the work per CTA. Even ranges split many requests, and
-each split costs a partial result and work in the combine. So split points move to the nearest request boundary, all of
-them if the ranges stay nearly even, and otherwise those that are close to one (:func:`place_split_points`). Every
-nonempty request begins one work item, and every split point inside a request begins another.
+Decode. The KV blocks of all requests, in order, form one sequence of block indices. ``num_ctas - 1`` boundaries divide
+it into one range per CTA, for every KV head alike: the work per CTA. A boundary inside a request is a split point. Even
+ranges split many requests, and each split costs a partial result and work in the combine. So boundaries move to the
+nearest end of a request, all of them if the ranges stay nearly even, and otherwise those that are close to one
+(:func:`place_boundaries`). Every nonempty request begins one work item, and every split point begins another.
 With a fixed split size (``problem.split``) every request is split at multiples of it from where its work begins,
 whatever else is in the batch, and a CTA runs the splits that begin in its range.
 
@@ -67,12 +67,12 @@ def _copy_page_table(plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indic
     plan.kv_indices[: kv_indices.shape[0]] = kv_indices
 
 
-def place_split_points(request_end: Tensor, num_ctas: int) -> Tensor:
-    """Block indices ``[num_ctas + 1]`` that bound the range of each CTA, from 0 to the number of KV blocks.
+def place_boundaries(request_end: Tensor, num_ctas: int) -> Tensor:
+    """The boundaries of all CTAs: block indices ``[num_ctas + 1]``, from 0 to the number of KV blocks.
 
-    ``request_end [batch]`` is the block index after each request's last. A split point is the even one or the request
-    boundary nearest to it: the boundary for all if no range then exceeds the mean by more than 1 / ``IMBALANCE_DENOM``,
-    else for those at most half of that away.
+    ``request_end [batch]`` is the block index after each request's last. A boundary is the even one, or the begin or
+    end of a request nearest to it: the latter for all if no range then exceeds the mean by more than
+    1 / ``IMBALANCE_DENOM``, else for those at most half of that away.
     """
     total = request_end[-1]
     even = torch.arange(num_ctas + 1, device=request_end.device) * total // num_ctas
@@ -157,39 +157,39 @@ def _plan_balanced_splits(p: DecodePlan, requests: _Requests) -> None:
     nonempty = (kv_blocks > 0).long()
     rank = nonempty.cumsum(0) - nonempty
 
-    # Each split point: its request, and whether it begins an item, being inside the request and the first at its block.
-    point = place_split_points(request_end, num_ctas)
-    point_request = torch.searchsorted(request_end, point, right=True)
-    requests_before = torch.cat((rank, rank[-1:] + nonempty[-1:]))[point_request]
-    point_request = point_request.clamp(max=request_end.shape[0] - 1)
-    inside = (point > request_begin[point_request]) & (point < request_end[-1])
-    inside = inside & torch.cat((inside[:1], point[1:] > point[:-1]))
+    # Each boundary: its request, and whether it begins an item, being inside the request and the first at its block.
+    boundary = place_boundaries(request_end, num_ctas)
+    boundary_request = torch.searchsorted(request_end, boundary, right=True)
+    requests_before = torch.cat((rank, rank[-1:] + nonempty[-1:]))[boundary_request]
+    boundary_request = boundary_request.clamp(max=request_end.shape[0] - 1)
+    inside = (boundary > request_begin[boundary_request]) & (boundary < request_end[-1])
+    inside = inside & torch.cat((inside[:1], boundary[1:] > boundary[:-1]))
     splits_before = inside.long().cumsum(0)
     p.cta_indptr.copy_(requests_before + splits_before)
 
-    # Scatter the begin and the request of each item: one where a nonempty request begins, one at each point inside one.
+    # Scatter the begin and the request of each item: one where a nonempty request begins, one at each split point.
     # Those that begin no item go to one entry past the capacity, which is dropped.
-    begin_point = torch.searchsorted(point, request_begin, right=True) - 1
-    first_item = rank + splits_before[begin_point]
-    points_inside = torch.zeros_like(kv_len).scatter_add_(0, point_request, inside.long())
+    boundary_before = torch.searchsorted(boundary, request_begin, right=True) - 1
+    first_item = rank + splits_before[boundary_before]
+    split_points = torch.zeros_like(kv_len).scatter_add_(0, boundary_request, inside.long())
     index = torch.cat(
         (
             torch.where(nonempty > 0, first_item, capacity),
             torch.where(inside, requests_before + splits_before, capacity),
         )
     )
-    item_begin = request_end.new_full((capacity + 1,), 0).scatter_(0, index, torch.cat((request_begin, point)))[:-1]
-    request = torch.cat((torch.arange(kv_len.shape[0], device=kv_len.device), point_request))
+    item_begin = request_end.new_full((capacity + 1,), 0).scatter_(0, index, torch.cat((request_begin, boundary)))[:-1]
+    request = torch.cat((torch.arange(kv_len.shape[0], device=kv_len.device), boundary_request))
     r = request_end.new_full((capacity + 1,), 0).scatter_(0, index, request)[:-1]
 
     # An item ends where the next begins, or with its request.
     item = torch.arange(capacity, device=kv_len.device)
     used = item < nonempty.sum() + splits_before[-1]
     item_end = torch.minimum(torch.cat((item_begin[1:], item_begin[-1:])), request_end[r])
-    last_of_request = item - first_item[r] == points_inside[r]
+    last_of_request = item - first_item[r] == split_points[r]
     item_end = torch.where(last_of_request, request_end[r], item_end)
 
-    splits = torch.where(points_inside > 0, points_inside + 1, 0)
+    splits = torch.where(split_points > 0, split_points + 1, 0)
     slot_end = splits.cumsum(0)
     p.merge_indptr.copy_(torch.cat((slot_end.new_zeros(1), slot_end)))
     offset = first_block[r] - request_begin[r]
@@ -231,12 +231,12 @@ def _plan_fixed_splits(p: DecodePlan, problem: PlanProblem, requests: _Requests)
     )
     p.work.copy_(torch.where((item < item_end[-1])[:, None], torch.stack(fields, 1), 0))
 
-    # The first item of a CTA is the first split that begins at or after its split point.
+    # The first item of a CTA is the first split that begins at or after its even boundary.
     request_end = kv_blocks.cumsum(0)
-    point = torch.arange(num_ctas + 1, device=kv_len.device) * request_end[-1] // num_ctas
-    passed = torch.searchsorted(request_end, point, right=True)
+    boundary = torch.arange(num_ctas + 1, device=kv_len.device) * request_end[-1] // num_ctas
+    passed = torch.searchsorted(request_end, boundary, right=True)
     r = passed.clamp(max=kv_len.shape[0] - 1)
-    first = first_item[r] + (point - (request_end - kv_blocks)[r] + split_blocks - 1) // split_blocks
+    first = first_item[r] + (boundary - (request_end - kv_blocks)[r] + split_blocks - 1) // split_blocks
     first = torch.where(passed < kv_len.shape[0], first, item_end[-1])
     p.cta_indptr.copy_(first.clamp(max=capacity))
 
@@ -348,10 +348,10 @@ def plan_prefill(
     place = torch.searchsorted(item_end, item, right=True).clamp(max=capacity - 1)
     t = order[place]
     split = item - (item_end[place] - splits[t])
-    boundaries = [
+    split_points = [
         i * split_blocks if split_blocks else kv_blocks[t] * i // splits[t].clamp(min=1) for i in (split, split + 1)
     ]
-    begin, end = ((first_block[t] + boundary) * KV_BLOCK for boundary in boundaries)
+    begin, end = ((first_block[t] + point) * KV_BLOCK for point in split_points)
     begin = torch.where(split > 0, begin, kv_begin[t])
     end = torch.where(split + 1 < splits[t], end, kv_end[t])
     item_slot = torch.where(is_split[t], slot[t] + split, -1)

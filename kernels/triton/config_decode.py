@@ -25,7 +25,7 @@ KV_TILE_BYTES = 32 << 10
 """Keys and values of a KV tile, as far as that is 16 to 128 tokens."""
 
 SHORT_WORK = {1: ((128, 3),), 2: ((128, 3), (1024, 4))}
-"""By bytes of a cache element: ``(tokens per CTA, stages)``. CTAs of at most so many tokens take half KV tiles.
+"""``(tokens per CTA, stages)`` by bytes of a cache element. CTAs of at most so many tokens take half KV tiles.
 
 They end before the computation on a last full tile would be hidden behind other loads.
 """

@@ -75,14 +75,14 @@ TILES_UP_TO_512 = (
     PrefillTile(64, 32, Options(8, 2)),
     *TILES_UP_TO_128[5:],
 )
-"""By the padded head dim; shared keys and values, of MLA, use the last table."""
+"""Tiles by the padded head dim; shared keys and values, of MLA, use the last table."""
 
 TILES_FLOAT32 = (
     PrefillTile(32, 32, Options(4, 1)),
     PrefillTile(16, 32, Options(4, 1)),
     PrefillTile(16, 16, Options(4, 1)),
 )
-"""For float32, which does not use tensor cores; beyond a padded head dim of 128 the last one."""
+"""Tiles for float32, which does not use tensor cores; beyond a padded head dim of 128 the last one."""
 
 
 def tensor_memory(device: torch.device) -> bool:

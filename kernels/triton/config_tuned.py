@@ -23,7 +23,7 @@ FIELDS = {"decode": ("kv", "num_warps", "num_stages"), "prefill": ("rows", "kv",
 """The fields that an entry of each kernel has."""
 
 _overrides: dict[str, Entry] = {}
-"""By kernel: the tile of an :func:`override_tile` block that is active, which removes it at its end."""
+"""The tile of the active :func:`override_tile` block of each kernel, which removes it at its end."""
 
 
 def tuned(default: Tile, kernel: str, device: torch.device, *problem: torch.dtype | int) -> Tile:

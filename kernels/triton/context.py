@@ -24,7 +24,7 @@ class Shard(NamedTuple):
 
 
 def shard_of(problem: PlanProblem | None, positions: bool = True) -> Shard:
-    """That of a plan. Kernels that use no ``positions`` are the same on all ranks."""
+    """The shard of a plan. Kernels that use no ``positions`` are the same on all ranks."""
     if problem is None or not positions:
         return Shard()
     return Shard(problem.rank, problem.world, problem.interleave)

@@ -25,7 +25,7 @@ from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
 from attn_ops.symbolic_sizes import statically_known_true
 
 GENERAL_SIZE = 3
-"""In the place of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
+"""Example of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
 
 
 class _Address(MockTensor):

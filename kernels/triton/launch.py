@@ -39,7 +39,7 @@ from attn_ops.eager import launches
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
-from attn_ops.gpu import ALIGNMENT_MASK, compute_capability
+from attn_ops.gpu import ALIGNMENT, ALIGNMENT_MASK, compute_capability
 from attn_ops.native.images import MAX_LOADED, collecting, load
 from attn_ops.native.launch_arguments import operands
 
@@ -122,7 +122,7 @@ class Parameters(NamedTuple):
     specialized: tuple[int, ...]
     """Tensors, and ints such as strides: Triton compiles for their alignment or divisibility, and for the value 1."""
     scalars: tuple[int, ...]
-    """Those in ``do_not_specialize``: Triton compiles for their type alone."""
+    """Parameters in ``do_not_specialize``: Triton compiles for their type alone."""
     constants: Callable[[Sequence[Any]], Any]
 
 
@@ -184,7 +184,7 @@ def _needs_64_bits(x: Any) -> bool:
 
 def _class_of(x: Any) -> Any:
     """Equal for the values of a specialized parameter that share a compiled kernel, as Triton specializes ints."""
-    return (x == 1, x % 16 == 0, _needs_64_bits(x)) if type(x) is int else x
+    return (x == 1, x % ALIGNMENT == 0, _needs_64_bits(x)) if type(x) is int else x
 
 
 def _insert(key: tuple[Any, ...], values: Sequence[Any], compiled: Any) -> tuple[Any, Layout] | tuple[()]:

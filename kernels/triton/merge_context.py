@@ -141,8 +141,8 @@ def merge_context_kernel(
         gdc_launch_dependents()
     cta, d = tl.program_id(0), tl.arange(0, BLOCK_DIM)
     epoch = tl.load(epochs + cta) + 1
-    flag_bytes: tl.constexpr = CTAS * WORLD * 4
-    offset = flag_bytes + ERROR_BYTES + (epoch & 1).to(tl.int64) * half_bytes
+    FLAG_BYTES: tl.constexpr = CTAS * WORLD * 4
+    offset = FLAG_BYTES + ERROR_BYTES + (epoch & 1).to(tl.int64) * half_bytes
     total = rows * OUT_HEADS
     own_v, own_s = half_of(buffers, rank, offset, max_packed_rows, DIM, v.dtype.element_ty)
     for first in range(cta * PACKED_ROWS, total, CTAS * PACKED_ROWS):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.indexing import padded
 from attn_ops.kernels.triton.launch import launch
-from attn_ops.kernels.triton.softmax import finite, inverse, log_sum_exp
+from attn_ops.kernels.triton.softmax import inverse, log_sum_exp, rescale_factor
 from attn_ops.meta.outputs import merge_state as allocate_merge_state
 from attn_ops.meta.outputs import merge_states as allocate_merge_states
 from attn_ops.meta.outputs import merge_states_varlen as allocate_merge_states_varlen
@@ -28,7 +28,7 @@ PACKED_ROWS = 16
 def merge_update(row_max, row_sum, acc, v, s):
     """The online-softmax state ``(row_max [P], row_sum [P], acc [P, D])`` after one more state ``v [P, D], s [P]``."""
     new_max = tl.maximum(row_max, s)
-    alpha, p = tl.exp2(row_max - finite(new_max)), tl.exp2(s - finite(new_max))
+    alpha, p = rescale_factor(row_max, new_max), rescale_factor(s, new_max)
     acc = acc * alpha[:, None] + tl.where((s == float("-inf"))[:, None], 0.0, v * p[:, None])
     return new_max, row_sum * alpha + p, acc
 
@@ -130,7 +130,7 @@ def merge_state_in_place_kernel(
     s,  # [rows, HEADS]
     v_other,
     s_other,
-    merged,  # [rows] of bool: rows to merge, or None for all
+    row_mask,  # [rows] of bool: rows to merge, or None for all
     packed_rows,  # rows * HEADS
     stride_v_row,
     stride_v_head,
@@ -153,7 +153,7 @@ def merge_state_in_place_kernel(
     packed_row, d = tl.program_id(0) * PACKED_ROWS + tl.arange(0, PACKED_ROWS), tl.arange(0, BLOCK_DIM)
     row, head, mask = packed_row // HEADS, packed_row % HEADS, packed_row < packed_rows
     if MASK:
-        mask = mask & (tl.load(merged + row, mask=mask, other=0) != 0)
+        mask = mask & (tl.load(row_mask + row, mask=mask, other=0) != 0)
     value, lse_in = load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM)
     other, lse_other = load_state(
         v_other, s_other, row, head, mask, stride_vo_row, stride_vo_head, stride_so_row, d, DIM
@@ -267,7 +267,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         s=s,
         v_other=v_other,
         s_other=s_other,
-        merged=mask,
+        row_mask=mask,
         stride_v_row=v.stride(0),
         stride_v_head=v.stride(1),
         stride_s_row=s.stride(0),

@@ -189,7 +189,7 @@ def plan_prefill_kernel(
 
 
 def tiles_at_a_time(max_tiles: int) -> int:
-    """For a plan with capacity for ``max_tiles``; the most where a graph leaves that open."""
+    """Query tiles at a time, of a plan with capacity for ``max_tiles``; the most where a graph leaves that open."""
     tiles = MIN_TILES
     while tiles < MAX_TILES and not statically_known_true(max_tiles <= tiles):
         tiles *= 2

@@ -46,7 +46,7 @@ def finite(row_max):
 def rescale_factor(old_max, new_max):
     """alpha: ``2^(old_max - new_max)``, which makes sums relative to ``new_max`` of sums relative to ``old_max``.
 
-    Both may be -inf, of rows that have seen no key; alpha is then 1.
+    Both may be -inf, for rows that have seen no key; alpha is then 0, and the sums are 0.
     """
     return tl.exp2(old_max - finite(new_max))
 

@@ -42,7 +42,7 @@ def written(op: str, kwargs: Arguments) -> list[Tensor]:
 
 
 def observed(op: str, kwargs: Arguments, result: Any) -> list[Tensor]:
-    """What a call returned, and the arguments that it wrote, without the workspace."""
+    """The results of a call, and the arguments that it wrote, without the workspace."""
     outputs = [t for t in torch.utils._pytree.tree_leaves(result) if t is not None]
     return [*outputs, *(t for t in written(op, kwargs) if t is not kwargs.get("workspace"))]
 

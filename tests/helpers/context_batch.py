@@ -65,7 +65,7 @@ class Batch:
         )
 
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the tokens so far."""
+        """The page table of the tokens so far."""
         pages = [-(-n // PAGE) for n in self.lens]
         numbers = [number for table, n in zip(self.tables, pages, strict=True) for number in table[:n]]
         last = int32([(n - 1) % PAGE + 1 if n else 0 for n in self.lens])
@@ -117,5 +117,5 @@ class Batch:
 
 
 def share(expected: Expected, batch: Batch) -> Expected:
-    """That of the heads of the rank of ``batch``."""
+    """The part of ``expected`` that the heads of the rank of ``batch`` have."""
     return Expected(*map(batch.heads, (expected.out, expected.lse, expected.spread, expected.reach)))

@@ -225,7 +225,7 @@ def validated_batches(group: Group) -> None:
     assert all(map(torch.equal, before, planner.state))
 
     def refused(error: type[Exception], words: str) -> tuple[type[Exception], str]:
-        """What rank 1 raises, and what the others do."""
+        """The error that this rank raises: rank 1 its own, the others that rank 1 failed."""
         return (error, words) if other else (RankError, f"rank 1 failed with {error.__name__}")
 
     floats = last.float() if other else last

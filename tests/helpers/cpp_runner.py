@@ -76,7 +76,7 @@ def sanitizer() -> tuple[str, ...]:
 
 
 def environment() -> dict[str, str]:
-    """Of a C++ process. The sanitizer reports neither leaks of libtorch nor vectors that libtorch resizes."""
+    """Variables of a C++ process. The sanitizer reports no leaks of libtorch, and no vectors that libtorch resizes."""
     options = "detect_leaks=0:detect_container_overflow=0:malloc_context_size=4"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AOTI_")}
     return kept | {"ASAN_OPTIONS": options}
@@ -110,7 +110,7 @@ def refusal(package: str, inputs: list[Tensor], folder: Path) -> tuple[str, tupl
 def run_cases(
     package: str, cases: list[list[Tensor]], folder: Path, mode: str = "run"
 ) -> tuple[list[str], tuple[Tensor, ...]]:
-    """What ``run_package_cases`` writes of each case, and its tensors. A tensor on the host stays there."""
+    """Text of ``run_package_cases`` for each case, and its tensors. A tensor on the host stays there."""
     saved = []
     for case in cases:
         stays = torch.tensor([int(not t.is_cuda) for t in case])

@@ -39,7 +39,7 @@ _last = 0.0
 
 
 def _seconds() -> float:
-    """Of this process, and of the processes that it started and that have ended."""
+    """CPU time of this process, and of the processes that it started and that have ended."""
     return sum(os.times()[:4])
 
 

@@ -110,7 +110,7 @@ INSTRUCTION_BYTES = 16
 
 
 class Usage(NamedTuple):
-    """What a kernel takes of a GPU."""
+    """Resources of a GPU that a kernel takes."""
 
     registers: int  # of a thread
     stack: int  # bytes of a thread: what does not fit in registers
@@ -182,7 +182,7 @@ def usage_of(one: Specialization) -> Usage:
 
 
 def measure() -> dict[str, Usage]:
-    """By name of the specialization."""
+    """The usage of every specialization, by its name."""
     for one in reversed(specializations()):  # another process may compile them in order: each finds what the other kept
         cubin_of(one)
     disassemble(specializations())
@@ -197,7 +197,7 @@ def compiler_version() -> str:
 
 
 def read() -> dict[str, dict[str, list[int]]]:
-    """By compiler and kernel: the fields of :class:`Usage`."""
+    """The fields of :class:`Usage`, by compiler and kernel."""
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 

@@ -31,7 +31,7 @@ IMAGE = images.Image("kernel", b"cubin", 90, 128, 512, True, (), (), PARAMETERS)
 
 
 class FakeDriver(FakeLibcuda):
-    """What the last launch and the last tensor map were, and the answers that the driver gives."""
+    """The last launch and the last tensor map, and the answers that the driver gives."""
 
     def values(self) -> list[Any]:
         """The parameters of the last launch of ``IMAGE``."""

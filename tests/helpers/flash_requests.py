@@ -45,7 +45,7 @@ def expected(
     attention_chunk: int = 0,
     padding: int = 0,
 ) -> Expected:
-    """Of ``(q [n, heads, dim], k [m, ...], v [m, ...])`` of each request, under FlashAttention's names."""
+    """Expected results of ``(q [n, heads, dim], k [m, ...], v [m, ...])`` per request, under FlashAttention's names."""
     masked = [(*r, visible(r[0].shape[0], r[1].shape[0], causal, window_size, attention_chunk)) for r in requests]
     return Expected.of(masked, padding, sm_scale=softmax_scale, logits_soft_cap=softcap, sinks=s_aux)
 

@@ -1,4 +1,4 @@
-"""What a kernel may differ from the oracle by if it rounds probabilities to e4m3 before PV, and multiplies in FP8.
+"""Tolerances of kernels that round probabilities to e4m3 before PV, and multiply in FP8.
 
 A probability that is rounded to three bits of mantissa has a relative error of at most 2^-4. So an output differs by at
 most 2^-4 of the weighted mean of ``|v|``. With many keys it differs by far less, as the errors have either sign: their
@@ -25,7 +25,7 @@ SCALE = 2.0**5
 RELATIVE = 2.0**-4 / math.sqrt(3)
 DEVIATIONS = 6
 TENSOR_CORE_EPS = 2.0**-14
-"""Of sums in the tensor cores, which do not keep all bits of float32: ``float32_eps`` of :meth:`Fp8Expected.check`."""
+"""Rounding of sums in tensor cores, which keep fewer bits than float32; ``float32_eps`` of ``Fp8Expected.check``."""
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from collections.abc import Generator
 import pytest
 
 THRESHOLDS = (50_000, 20, 100)
-"""Of the generations of objects."""
+"""Thresholds of the collector for its generations of objects."""
 
 
 def _freeze() -> None:

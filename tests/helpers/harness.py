@@ -156,7 +156,7 @@ class Setup:
         return self.expected if rotated_dtype is None else self._expected(Expected, rotated_dtype=rotated_dtype)
 
     def _expected(self, kind: Any, **options: Any) -> Any:
-        """By ``kind``, :class:`Expected` or :class:`Fp8Expected`."""
+        """The expected results, of ``kind``: :class:`Expected` or :class:`Fp8Expected`."""
         # A decode row is the last of its sequence: the causal mask hides no key from it.
         rows = self.q[: sum(self.qo_lens)].split(self.qo_lens)
         k_scale, v_scale = self.case.kv_scale or (1.0, 1.0)

@@ -58,7 +58,7 @@ class _TestCall(ctypes.Structure):
 
 
 class Refusal(NamedTuple):
-    """What the launcher answers."""
+    """An error that the launcher returns."""
 
     code: int
     text: str

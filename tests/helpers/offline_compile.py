@@ -22,7 +22,7 @@ from attn_ops.distributed import ContextShard
 Compiled = list[tuple[Any, dict[str, Any]]]
 
 SHARED_MEMORY = {80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
-"""By compute capability: KiB that a CTA and a multiprocessor have."""
+"""KiB of a CTA and of a multiprocessor, by compute capability."""
 
 
 class Driver:

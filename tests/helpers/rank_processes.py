@@ -35,7 +35,7 @@ STACKS_AFTER_S = 120
 """After which, again and again, a process that has not ended writes its stacks to its log."""
 
 ALSO_IMPORTED = ("torch._inductor.compile_fx",)
-"""By cases that compile, which takes longer than to import torch."""
+"""Modules that cases which compile import, which takes longer than to import torch."""
 
 Case = Callable[[dist.ProcessGroup], None]
 
@@ -73,7 +73,7 @@ def _start(module: str, world: int, folder: Path) -> list[Any]:
 
 
 def run_ranks(module: str, world: int, folder: Path, timeout_s: float = 600) -> dict[str, dict[str, str]]:
-    """By case and rank, the traceback of a failure, or an empty text."""
+    """The traceback of a failure, or an empty text, by case and rank."""
     processes = _start(module, world, folder)
     try:
         in_time = _wait(processes, timeout_s)

@@ -88,7 +88,7 @@ def resources_of(kernel: Any) -> Resources:
 
 
 def compile_case(case: str, capability: int) -> dict[str, Resources]:
-    """By ``"case: kernel"``. Later launches of the same kernel in a case are numbered."""
+    """Resources by ``"case: kernel"``. Later launches of the same kernel in a case are numbered."""
     found: dict[str, Resources] = {}
     with compiling_for(capability) as compiled:
         CASES[case]()
@@ -101,7 +101,7 @@ def compile_case(case: str, capability: int) -> dict[str, Resources]:
 
 
 def measure() -> dict[str, dict[str, Resources]]:
-    """By target, such as ``"sm_90"``, and kernel."""
+    """Resources by target, such as ``"sm_90"``, and kernel."""
     found: dict[str, dict[str, Resources]] = {f"sm_{capability}": {} for capability in CAPABILITIES}
     for capability in CAPABILITIES:
         for case in (case for case in CASES if capability in TARGETS[case]):
@@ -110,7 +110,7 @@ def measure() -> dict[str, dict[str, Resources]]:
 
 
 def read() -> dict[str, dict[str, dict[str, list[int]]]]:
-    """By release of Triton, target and kernel: the fields of :class:`Resources`."""
+    """The fields of :class:`Resources`, by release of Triton, target and kernel."""
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 

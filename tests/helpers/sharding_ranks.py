@@ -190,7 +190,7 @@ def _merged(op: str, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def merges(group: Group, op: str) -> None:
-    """By heads, by rows that do not divide evenly, and replicated."""
+    """States divided by heads, divided by rows unevenly, and replicated."""
     for axis in (*SHARDED_DIMS[op], None):
         for plain in (True, False):
             arguments = calls.arguments(op)

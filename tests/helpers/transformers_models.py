@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 STEPS = 12
 TOLERANCE = {"atol": 5e-5, "rtol": 5e-5}
-"""Of logits in float32, which are of the size of 10."""
+"""Tolerance of logits in float32, which are of the size of 10."""
 
 
 def tokens(batch: int = 2, length: int = 9, device: str = "cpu") -> Tensor:

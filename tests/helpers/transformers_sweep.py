@@ -27,7 +27,7 @@ MAX_PARAMETERS = 15_000_000
 
 STEPS = 12
 TOLERANCE = 2e-4
-"""Of the largest logit, at least of 1. Models compute in float32."""
+"""Tolerance relative to the largest logit, or to 1. Models compute in float32."""
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "hidden_dim"), 64),
@@ -48,7 +48,7 @@ SIZES: dict[str, Any] = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
     **{"image_size": 32, "patch_size": 8, "num_channels": 3},
 }
-"""By the names that configurations have for them."""
+"""Sizes of a model, by the names that configurations have for them."""
 
 OTHERWISE: tuple[dict[str, Any], ...] = (
     {},
@@ -130,7 +130,7 @@ def _results(model: Any, family: Family) -> list[Tensor]:
 
 
 def _differences(found: list[Tensor], expected: list[Tensor], family: Family) -> Iterator[float]:
-    """Of each call, relative to what is allowed; of generated tokens, infinite if they differ."""
+    """The difference of each call relative to what is allowed; for generated tokens, infinity if they differ."""
     for a, b, (_, rows) in zip(found, expected, family.calls, strict=False):
         difference = torch.where(a == b, 0.0, a - b).abs().nan_to_num(nan=float("inf"))
         if rows is not None and rows.shape == b.shape[:2]:

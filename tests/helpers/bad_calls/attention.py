@@ -108,7 +108,7 @@ def _options() -> list[Bad]:
 
 
 def _latent() -> list[Bad]:
-    """Of latent attention."""
+    """Bad calls of latent attention."""
     one = dims(slice(1))
     return [
         Bad("batch_mla", {"q_pe": to(torch.float16)}, DTypeError, "q_pe is float16", "float32"),
@@ -131,7 +131,7 @@ def _latent() -> list[Bad]:
 
 
 def _blocks() -> list[Bad]:
-    """Of block-sparse attention and its tables."""
+    """Bad calls of block-sparse attention and its tables."""
     one_column = dims(slice(None), slice(1))
     return [
         *(

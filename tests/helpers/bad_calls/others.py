@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_ops.errors import (
+    ArgumentError,
     DTypeError,
     GradientError,
     OptionError,
@@ -17,11 +18,12 @@ from helpers.bad_calls.base import (
     overlapping,
     shared,
     to,
+    valid,
 )
 
 
 def _append() -> list[Bad]:
-    """Of appending."""
+    """Bad calls of the ops that append."""
     one = dims(slice(1))
     return [
         Bad("append_kv", {"kv_layout": "nhd"}, OptionError, "kv_layout is nhd", "NHD or HND"),
@@ -46,6 +48,13 @@ def _append() -> list[Bad]:
             "v_cache is written and its elements overlap, with stride 0",
             "memory of its own",
         ),
+        Bad(
+            "append_kv",
+            {"v_cache": valid("append_kv")["k_cache"]},
+            ArgumentError,
+            "k_cache and v_cache are one tensor, and k and v are not",
+            "a cache for each",
+        ),
         Bad("append_kv", {"v_cache": overlapping}, ShapeError, "v_cache is written and its elements overlap, wi", "m"),
         Bad(
             "append_mla_kv",
@@ -63,7 +72,7 @@ def _append() -> list[Bad]:
 
 
 def _merge() -> list[Bad]:
-    """Of merging."""
+    """Bad calls of the ops that merge."""
     one = dims(slice(1))
     return [
         Bad(
@@ -81,7 +90,7 @@ def _merge() -> list[Bad]:
             "memory of its own",
         ),
         Bad("merge_state", {"v_b": dims(..., slice(8))}, ShapeError, "v_b is [5, 4, 8] float32", "[5, 4, 64] float32"),
-        Bad("merge_state", {"v_b": to(torch.float16)}, ShapeError, "v_b is [5, 4, 64] float16", "[5, 4, 64] float32"),
+        Bad("merge_state", {"v_b": to(torch.float16)}, DTypeError, "v_b is [5, 4, 64] float16", "[5, 4, 64] float32"),
         Bad("merge_state", {"s_a": one}, ShapeError, "s_a is [1, 4]", "[5, 4], the shape of v_a less head_dim"),
         Bad("merge_state", {"v_a": leaf}, GradientError, "v_a requires grad", "inference"),
         Bad("merge_state", {"s_b": leaf}, GradientError, "s_b requires grad", "inference"),
@@ -105,7 +114,7 @@ def _merge() -> list[Bad]:
 
 
 def _tables() -> list[Bad]:
-    """Of page tables and bits."""
+    """Bad calls of the ops of page tables and packed bits."""
     one = dims(slice(1))
     return [
         Bad("batch_indices_positions", {"nnz": -1}, OptionError, "nnz is -1", "at least 0"),

@@ -46,9 +46,9 @@ def _fields() -> list[Bad]:
             work = {"plan": field("work", resized(3))}
             bad.append(Bad(op, work, PlanError, "plan.work is [3, 8]", f"[4, 8] {capacities}"))
     bad += [
-        Bad("plan_decode", {"plan": field("problem", sized(1, 0))}, PlanError, "plan.problem is ", "sizes of 1 or"),
-        Bad("plan_prefill", {"plan": field("problem", sized(7, 0))}, PlanError, "plan.problem is ", "sizes of 1 or"),
-        Bad("plan_decode", {"plan": field("problem", sized(10, 63))}, PlanError, "plan.problem is ", "sizes of 1 or"),
+        Bad("plan_decode", {"plan": field("problem", sized(1, 0))}, PlanError, "plan.problem is ", "sizes of at"),
+        Bad("plan_prefill", {"plan": field("problem", sized(7, 0))}, PlanError, "plan.problem is ", "sizes of at"),
+        Bad("plan_decode", {"plan": field("problem", sized(10, 63))}, PlanError, "plan.problem is ", "sizes of at"),
         Bad(
             "plan_decode",
             {"plan": field("problem", sized(1, 1 << 29))},

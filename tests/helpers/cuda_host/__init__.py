@@ -87,7 +87,7 @@ needs_a_compiler = pytest.mark.skipif(
 
 
 class HostError(AssertionError):
-    """What the machine found wrong in a kernel, with the lines of its source."""
+    """An error that the machine found in a kernel, with the lines of its source."""
 
 
 class _Region(ctypes.Structure):
@@ -115,7 +115,7 @@ class _Launch(ctypes.Structure):
 
 
 _stacks = ctypes.c_void_p()
-"""Of the threads of all launches. A launch allocates them if there are none."""
+"""Stacks of the threads of all launches. A launch allocates them if there are none."""
 
 
 class Fault(NamedTuple):

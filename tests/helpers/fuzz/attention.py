@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,11 +80,6 @@ def poison_plan(planner: Any) -> None:
     for t in planner.state:
         t.fill_(1000)
     planner.workspace.fill_(math.nan)
-
-
-def _earlier_plans(d: Draw, plan: Callable[[Batch], None], draw: Callable[[], Batch]) -> None:
-    for _ in range(d.pick(0, 0, 1, 2)):
-        plan(draw())
 
 
 def batch_decode(d: Draw) -> Call:

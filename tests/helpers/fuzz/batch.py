@@ -14,7 +14,7 @@ from helpers.fuzz.oracle import Options, Request, attend_all
 from helpers.oracle import Expected
 
 MAX_LOGITS = 4_000_000
-"""Of one request."""
+"""Most logits of one request."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 POISON = -(1 << 30) - 7
-"""What unused memory of integers holds: a page number and a length that nothing has."""
+"""The integers in unused memory: a page number and a length that nothing has."""
 
 
 @dataclass

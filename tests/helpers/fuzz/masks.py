@@ -15,7 +15,7 @@ from helpers.fuzz.draw import Call, Draw, tensors_of
 from helpers.fuzz.oracle import Options, attend_all
 
 TREE_DTYPES = {torch.uint16: torch.int16, torch.int16: torch.int16, torch.uint32: torch.int32, torch.int32: torch.int32}
-"""Of a tree mask: by its dtype, the signed one of its size."""
+"""The signed dtype of equal size, by dtype of a tree mask."""
 
 
 def _call(d: Draw, name: str, batch: Batch, o: Options, run: Callable[[], Any], reads: Any, **more: Any) -> Call:

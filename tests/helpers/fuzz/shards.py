@@ -86,7 +86,7 @@ def _planner(d: Draw, batch: Batch, mesh: Mesh, rank: int, decode: bool, **optio
 
 
 def _merged(d: Draw, states: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of the context ranks, through the message of each, as ``merge_context`` does without a group."""
+    """The merged state of the context ranks, through the message of each, as ``merge_context`` does without a group."""
     out, lse = states[0]
     if len(states) > 1:
         messages = torch.stack([_packed(*state) for state in states])

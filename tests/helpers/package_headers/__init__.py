@@ -20,7 +20,7 @@ EXPORTED = (
     "aIcEEEEESaINS5_9sub_matchISB_EEEcNS5_12regex_traitsIcEEEEbT_SH_RNS5_13match_resultsISH_T0_EERKNS5_11basic_regexIT1"
     "_T2_EENSt15regex_constants15match_flag_typeENS_20_RegexExecutorPolicyEb",
 )
-"""What the header declares, by the names of the linker."""
+"""Symbols that the header declares."""
 
 
 def install() -> None:
