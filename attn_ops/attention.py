@@ -103,8 +103,9 @@ class BatchAttention(PagedWrapper):
         """
         where = f"{self._name}.run"
         refuse(where, profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
-        by_token = self._by_token is not None and not isinstance(kv_cache, Tensor) and kv_cache[0].dim() == 3
-        wrapper: PagedWrapper = self._by_token if by_token and self._by_token is not None else self
+        wrapper: PagedWrapper = self
+        if self._by_token is not None and not isinstance(kv_cache, Tensor) and kv_cache[0].dim() == 3:
+            wrapper = self._by_token
         return wrapper._paged_call(
             where,
             q,
@@ -184,7 +185,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         *args: Any,
         **kwargs: Any,
     ) -> PreparedPlan:
-        """As the base class's, with the constructor's defaults for what is not given by name."""
+        """Plan as the base class does, with the constructor's defaults for what is not given by name."""
         if args:
             fail(
                 ArgumentError,

@@ -47,7 +47,7 @@ class Planned(NamedTuple):
 
 
 class Unplanned(NamedTuple):
-    """Of one request, whose op needs no plan."""
+    """The plan source of an op that needs no plan: one request."""
 
     head_dims: tuple[int, int]
 
@@ -61,13 +61,15 @@ class Unplanned(NamedTuple):
 class AttentionCall(NamedTuple):
     """One call of an attention op.
 
-    where    name of the public function, which error messages begin with
-    op       name in ``torch.ops.attn``
-    tensors  the query and what it attends to, as the op takes them
-    plan     where the plan comes from
-    options  of the op, but for ``kv_scale`` and ``out_dtype``, which follow from ``scales`` and ``output``
-    output   the form of the result
-    scales   factors of the logits and of the output
+    where      name of the public function, which error messages begin with
+    op         name in ``torch.ops.attn``
+    tensors    the query and what it attends to, as the op takes them
+    plan       where the plan comes from
+    options    of the op, but for ``kv_scale`` and ``out_dtype``, which follow from ``scales`` and ``output``
+    output     the form of the result
+    scales     factors of the logits and of the output
+    kv_layout  order of tokens and heads in k and v
+    backend    name of a backend, or auto
     """
 
     where: str

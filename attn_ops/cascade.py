@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
-from attn_ops.errors import DTypeError, ShapeError, UnsupportedError, dtype_name, fail
+from attn_ops.errors import DTypeError, OptionError, ShapeError, UnsupportedError, dtype_name, fail
 from attn_ops.frontend.arguments import DType, as_dtype
 from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.base import WrapperGroup, reset_workspaces
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.prepared_plan import refuse_tracing
 from attn_ops.ops.options import FP8
-from attn_ops.plan.page_table import index
+from attn_ops.plan.page_table import index, seen
+from attn_ops.plan.page_table_checks import check_indptr
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from attn_ops.typed import check_real, typed
+from attn_ops.typed import check_real, flags, page_table_called, typed
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -32,7 +33,7 @@ __all__ = [
 
 @typed
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Of two sets of keys, the state over both: ``v [rows, heads, head_dim]``, ``s [rows, heads]``.
+    """The state over two sets of keys, from that over each: ``v [rows, heads, head_dim]``, ``s [rows, heads]``.
 
     Two empty states, LSE -inf, give 0 and -inf.
     """
@@ -59,7 +60,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 @typed
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Over the second dimension: ``v [rows, states, heads, head_dim]``, ``s [rows, states, heads]``."""
+    """The state over the second dimension: ``v [rows, states, heads, head_dim]``, ``s [rows, states, heads]``."""
     return torch.ops.attn.merge_states(v, _lse("merge_states", "s", s))
 
 
@@ -67,8 +68,14 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[Tensor, Tensor]:
     """Row r of the result merges states ``indptr[r]`` to ``indptr[r + 1]`` of ``v [states, heads, head_dim]``."""
     where = "variable_length_merge_states"
-    offsets = index(where, "indptr", indptr).to(v.device)
-    return torch.ops.attn.merge_states_varlen(v, _lse(where, "s", s), offsets)
+    offsets = index(where, "indptr", indptr)
+    if seen(offsets) and offsets.numel():
+        check_indptr("indptr", offsets, where, later=True)
+        states, end = v.shape[0], int(offsets[-1])
+        if end > states:
+            expected = f"{end} or more, where indptr ends"
+            fail(ShapeError, where, f"v has {states} states", expected, "pass the states of all rows")
+    return torch.ops.attn.merge_states_varlen(v, _lse(where, "s", s), offsets.to(v.device))
 
 
 def _lse(where: str, name: str, s: Tensor) -> Tensor:
@@ -111,9 +118,9 @@ class MultiLevelCascadeAttentionWrapper(WrapperGroup):
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf_arr,
         }
         if num_levels < 1:
-            fail(ShapeError, where, f"num_levels is {num_levels}", "1 or more", "change it")
+            fail(OptionError, where, f"num_levels is {num_levels}", "at least 1", "change it")
         if num_levels > MAX_LEVELS:
-            fail(ShapeError, where, f"num_levels is {num_levels}", f"at most {MAX_LEVELS}", "change it")
+            fail(OptionError, where, f"num_levels is {num_levels}", f"at most {MAX_LEVELS}", "change it")
         if use_cuda_graph:
             _check_levels(where, num_levels, {f"{name}_arr": arr or [] for name, arr in buffers.items()})
         self._levels = []
@@ -168,6 +175,7 @@ class MultiLevelCascadeAttentionWrapper(WrapperGroup):
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
         refuse_tracing(where, arrays)
+        flags(where, causal=causal)
         _check_levels(where, len(self._levels), arrays)
         if as_dtype(where, "q_data_type", q_data_type) in FP8:
             fail(
@@ -177,25 +185,26 @@ class MultiLevelCascadeAttentionWrapper(WrapperGroup):
                 "float16, bfloat16 or float32",
                 "convert the query, times its scale: the states of the levels are merged in its dtype",
             )
-        plans = [
-            level.prepare_plan(
-                *table,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                causal=causal and i == len(self._levels) - 1,
-                pos_encoding_mode=pos_encoding_mode,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-            )
-            for i, (level, *table) in enumerate(zip(self._levels, *arrays.values(), strict=True))
-        ]
+        plans = []
+        for i, (level, *table) in enumerate(zip(self._levels, *arrays.values(), strict=True)):
+            with page_table_called(*(f"{name}[{i}]" for name in arrays)):
+                plan = level.prepare_plan(
+                    *table,
+                    num_qo_heads,
+                    num_kv_heads,
+                    head_dim,
+                    page_size,
+                    causal=causal and i == len(self._levels) - 1,
+                    pos_encoding_mode=pos_encoding_mode,
+                    sm_scale=sm_scale,
+                    window_left=window_left,
+                    logits_soft_cap=logits_soft_cap,
+                    rope_scale=rope_scale,
+                    rope_theta=rope_theta,
+                    q_data_type=q_data_type,
+                    kv_data_type=kv_data_type,
+                )
+            plans.append(plan)
         rows = [plan.rows for plan in plans]
         if len(set(rows)) > 1:
             fail(
@@ -334,6 +343,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
 
         No positional encoding is applied, so ``rope_scale`` and ``rope_theta`` have no effect.
         """
+        flags(f"{type(self).__name__}.forward", causal=causal)
         shared = single_prefill_with_kv_cache(
             q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
         )

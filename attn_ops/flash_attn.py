@@ -30,6 +30,8 @@ from attn_ops.frontend.flash.cache import (
 from attn_ops.frontend.flash.cache_checks import check_latent, check_requests, check_tables, new_tokens, one_of
 from attn_ops.frontend.flash.calls import (
     DENSE,
+    DENSE_CACHE,
+    PAGED_CACHE,
     VARLEN,
     Result,
     check_heads,
@@ -47,7 +49,7 @@ from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
 from attn_ops.frontend.shared_plans import SharedPlans
-from attn_ops.typed import typed
+from attn_ops.typed import optional_flags, typed
 
 __all__ = [
     "SchedulerMetadata",
@@ -125,6 +127,7 @@ def flash_attn_func(
         GradientError: a tensor requires grad. There is no backward.
     """
     where = "flash_attn_func"
+    optional_flags(where, return_softmax_lse=return_softmax_lse)
     arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     options = arguments.options(
         where,
@@ -198,6 +201,7 @@ def flash_attn_varlen_func(
         ``out [total_q, num_heads, head_dim]``; with ``return_softmax_lse`` also float32 ``lse [num_heads, total_q]``.
     """
     where = "flash_attn_varlen_func"
+    optional_flags(where, return_softmax_lse=return_softmax_lse)
     arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     options = arguments.options(
         where,
@@ -243,7 +247,7 @@ def flash_attn_varlen_func(
         if seqused_k is None:
             required(where, cu_seqlens_k=cu_seqlens_k)
         for name, t in (("k", k), ("v", v)):
-            ranked(where, name, t, "[pages, page_size, num_kv_heads, head_dim]")
+            ranked(where, name, t, PAGED_CACHE)
         check_heads(where, q, k, v, qv)
         check_latent(where, q, qv, (k, v), options)
         batch = CacheBatch(
@@ -337,6 +341,7 @@ def flash_attn_with_kvcache(
         num_heads, seqlen_q]``, or ``[num_heads, total_q]`` with ``cu_seqlens_q``.
     """
     where = "flash_attn_with_kvcache"
+    optional_flags(where, return_softmax_lse=return_softmax_lse)
     arguments.refuse(where, alibi_slopes=alibi_slopes)
     options = arguments.options(
         where,
@@ -355,7 +360,7 @@ def flash_attn_with_kvcache(
     check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     ranked(where, "q", q, DENSE if cu_seqlens_q is None else VARLEN)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
-        ranked(where, name, t, "[batch_cache, seqlen_cache, num_kv_heads, head_dim]")
+        ranked(where, name, t, DENSE_CACHE if table is None else PAGED_CACHE)
     check_heads(where, q, k_cache, v_cache, qv)
     check_latent(where, q, qv, (k_cache, v_cache), options)
     shape = None if cu_seqlens_q is not None else (q.shape[0], q.shape[1])

@@ -2,7 +2,8 @@
 
 Attention is counted as ``2 * (head_dim_qk + head_dim_vo)`` FLOPs per query head and per query row and key that it sees.
 Lengths are read from the plan, so the counted call needs real tensors. A custom mask is not read; every row counts as
-seeing all keys.
+seeing all keys. Under context parallelism, positions are those of the rank's own tokens, so causal bounds and windows
+are counted approximately.
 """
 
 from __future__ import annotations

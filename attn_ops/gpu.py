@@ -1,6 +1,7 @@
 """What the library asks of a GPU: alignment, compute capability, SMs, shared memory.
 
 Functions with a cache, of one entry for each device, are for eager calls: Dynamo traces through caches, with a warning.
+The entry of ``torch.device("cuda")``, without an index, is that of the GPU that was current in its first call.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, 
 from attn_ops.frontend.arguments import (
     DType,
     DTypes,
-    as_dtype,
     as_sinks,
+    input_dtype,
     positive,
     refuse,
     renamed,
@@ -52,6 +52,7 @@ Latent = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 LSE_MODES = {"none": None, **LSE_BASE_NAMES}
 """``lse_mode`` -> ``lse_base``; None for no LSE."""
 OUTPUT_SCALES = ("none", "per-tensor")
+NAMES_IN_RUN, NAMES_IN_FORWARD = TableNames("page_table", "kv_len"), TableNames("page_table", "seq_lens")
 
 
 def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
@@ -183,7 +184,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         if q_data_type is not None:
             dtypes = DTypes(where, q_data_type, kv_data_type, out)
         elif kv_data_type is not None:
-            as_dtype(where, "kv_data_type", kv_data_type)  # refuses what is no dtype
+            input_dtype(where, "kv_data_type", kv_data_type)  # refuses other dtypes
         options = bounded(where, AttentionOptions(sm_scale=scale, causal=spec.causal))
         table = table._replace(qo_indptr=index(where, "qo_indptr", rows))
         plan = self._prepare(where, Batch("batch_mla", table, spec, options, dtypes))
@@ -307,9 +308,10 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         kv_len: Tensor | None,
         output: OutputSpec,
         scales: ScaleFactors,
-        sinks: Tensor | None,
-        sm_scale: float | None,
-        groups: GroupScales | None,
+        sinks: Tensor | None = None,
+        sm_scale: float | None = None,
+        groups: GroupScales | None = None,
+        names: TableNames = NAMES_IN_RUN,
     ) -> AttentionCall:
         """The call of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` over a page table. The default scale is the plan's."""
         q_nope, q_pe, *_ = tensors
@@ -318,12 +320,11 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             sinks=as_sinks(where, sinks, q_nope.device),
             causal=True,
         )
-        tables, lens, rows = self._block_tables(where, q_nope, page_table, kv_len)
+        tables, lens, rows = self._block_tables(where, names, q_nope, page_table, kv_len)
         if groups is not None:
-            check_host_pages(where, "page_table", tables, lens, tensors[2].shape[1], tensors[2].shape[0])
+            check_host_pages(where, names.table, tables, lens, tensors[2].shape[1], tensors[2].shape[0])
             tensors = groups.dequantize(tensors, tables.flatten().to(q_nope.device))
             tables = torch.arange(tables.numel(), dtype=torch.int32, device=q_nope.device).view(tables.shape)
-        names = TableNames("page_table", "kv_len")
         return latent_call(where, tensors, tables, lens, rows, options, output, scales, names=names)
 
     def _over_dequantized_pages(self, call: AttentionCall, groups: GroupScales) -> AttentionCall:
@@ -343,13 +344,22 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             plan = p.plan._replace(kv_indices=dequantized)
         return call._replace(tensors=tensors, plan=replace(p, plan=plan, dtypes=None))
 
-    def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Tensor:
+    @typed
+    @prepared
+    def forward(self, q: Latent, kv_cache: Latent, page_table: Tensor, seq_lens: Tensor) -> Any:
         """Decode without a plan: ``q [batch, num_heads, ckv + kpe]`` or a pair, by ``page_table`` and ``seq_lens``.
 
         Several rows of a request are causal. ``sm_scale`` and the split of a packed query are those of the plan if
         there is one, else those of 512 + 64.
         """
-        return self.run(query=q, kv_cache=kv_cache, page_table=page_table, kv_len=seq_lens)
+        where = f"{self._name}.forward"
+        required(where, q=q, kv_cache=kv_cache, page_table=page_table, seq_lens=seq_lens)
+        q_nope, q_pe = self._query(where, None, None, q)
+        tensors = q_nope, q_pe, *self._cache(where, None, None, kv_cache, q_nope.shape[-1])
+        output = OutputSpec(dtype=self._dtype_of_output(q_nope, None))
+        return self._unplanned_call(
+            where, tensors, page_table, seq_lens, output, ScaleFactors(), names=NAMES_IN_FORWARD
+        )
 
     def _dequantized_pages(self, pages: Tensor) -> Tensor:
         """The page table of dequantized pages, 0, 1 and so on.
@@ -366,7 +376,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         return numbers
 
     def _dtype_of_output(self, q: Tensor, out: Tensor | None) -> torch.dtype:
-        """As planned, or that of an FP8 buffer, or the query's: bfloat16 if that is FP8."""
+        """The planned dtype, or that of an FP8 buffer, or the query's: bfloat16 if that is FP8."""
         if self._output_dtype is not None:
             return self._output_dtype
         if out is not None and (out.dtype in FP8 or q.dtype in FP8):
@@ -418,12 +428,12 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         return default_scale(where, q_nope.shape[-1], q_pe.shape[-1])
 
     def _block_tables(
-        self, where: str, q: Tensor, page_table: Tensor, kv_len: Tensor | None
+        self, where: str, names: TableNames, q: Tensor, page_table: Tensor, kv_len: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Block tables, lengths and ``qo_indptr`` of a query with the same number of rows for every request."""
-        required(where, kv_len=kv_len)
+        required(where, **{names.lengths: kv_len})
         assert kv_len is not None
-        table = block_table(where, "page_table", page_table, q.device)
+        table = block_table(where, names.table, page_table, q.device)
         batch = table.shape[0]
         q_len = q.shape[0] // max(1, batch)
         if q.shape[0] != batch * q_len:

@@ -49,7 +49,7 @@ __all__ = ["export_package"]
 WHERE = "export_package"
 
 FORMAT = "2"
-"""Of the metadata. A C++ process refuses packages of another format."""
+"""Format of the metadata. A C++ process refuses packages of another format."""
 
 METADATA = "aot_inductor.metadata"
 """Inductor's option for what is stored in a package: strings by name."""
@@ -295,7 +295,7 @@ def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:
 def _input_metadata(
     planner: DecodePlanner | PrefillPlanner, arguments: dict[str, Any], program: ExportedProgram
 ) -> dict[str, str]:
-    """What each tensor of the arguments is in the program, in order."""
+    """Metadata of each tensor of the arguments, in order: its role, name, form and whether the program writes it."""
     named: list[tuple[str, str]] = []
     for name, value in arguments.items():
         role = "plan" if value is planner.state else "workspace" if value is planner.workspace else "input"

@@ -8,8 +8,9 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, DeviceError, PageTableError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
+from attn_ops.frontend.outputs import check_apart
 from attn_ops.plan.page_table import index, seen
-from attn_ops.plan.page_table_checks import check_indptr
+from attn_ops.plan.page_table_checks import check_indptr, check_last_page_len
 from attn_ops.plan.state import INT32_MAX
 from attn_ops.typed import check_no_overlap, integers, typed
 
@@ -55,6 +56,8 @@ def get_batch_indices_positions(
             expected = f"{indptr.device}, where append_indptr is"
             fail(DeviceError, where, f"{name} is on meta, without contents", expected, "move it")
         check_no_overlap(where, name, buffer, f"or pass no {name}")
+    if batch_indices is not None and positions is not None:
+        check_apart(where, "batch_indices", batch_indices, "positions", positions)
     first, second = (t if buffer is None else buffer.copy_(t) for t, buffer in zip(found, given.values(), strict=True))
     return first, second
 
@@ -62,20 +65,26 @@ def get_batch_indices_positions(
 @typed
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """int32 ``[batch]``, tokens of each request: ``(pages - 1) * page_size + last``, 0 where there is no page."""
-    integers("get_seq_lens", page_size=page_size)
-    indptr = index("get_seq_lens", "kv_indptr", kv_indptr)
-    last = index("get_seq_lens", "kv_last_page_len", kv_last_page_len).to(indptr.device)
-    if seen(indptr) and indptr.numel() > 1:
-        pages = int(indptr.long().diff().max())
-        if pages * page_size > INT32_MAX:
+    where = "get_seq_lens"
+    integers(where, page_size=page_size)
+    indptr = index(where, "kv_indptr", kv_indptr)
+    last = index(where, "kv_last_page_len", kv_last_page_len)
+    if seen(indptr):
+        check_indptr("kv_indptr", indptr, where, later=True)
+        pages = indptr.long().diff().tolist()
+        longest = max(pages, default=0)
+        if longest * page_size > INT32_MAX:
             fail(
                 PageTableError,
-                "get_seq_lens",
-                f"a request of {pages} pages of page_size {page_size} has up to {pages * page_size} tokens",
+                where,
+                f"a request of {longest} pages of page_size {page_size} has up to {longest * page_size} tokens",
                 f"at most {INT32_MAX}, an int32",
                 "correct kv_indptr or page_size",
             )
-    return torch.ops.attn.seq_lens(indptr, last, page_size)
+        if seen(last) and page_size > 0:
+            for b, (count, tokens) in enumerate(zip(pages, last.tolist(), strict=False)):
+                check_last_page_len(b, count, tokens, page_size, where)
+    return torch.ops.attn.seq_lens(indptr, last.to(indptr.device), page_size)
 
 
 @typed

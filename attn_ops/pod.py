@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_ops.call import AttentionCall
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
+from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ArgumentError, PlanError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, attention_options, layout, refuse
 from attn_ops.frontend.base import WrapperGroup
@@ -15,12 +17,21 @@ from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.prepared_plan import refuse_tracing
-from attn_ops.frontend.scales import Scale
+from attn_ops.frontend.scales import Scale, ScaleFactors
+from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.plan.state import PrefillPlan
-from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from attn_ops.typed import typed
+from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_call
+from attn_ops.typed import flags, optional_flags, page_table_called, typed
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+
+@prepared_function
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, where: str, return_lse: bool, **options: Any
+) -> AttentionCall | FoundCall:
+    """The prefill of one request. ``options`` are the other arguments of :func:`single_prefill_call`."""
+    return single_prefill_call(q, k, v, where, OutputSpec(return_lse=return_lse), ScaleFactors(), **options)
 
 
 class PODWithPagedKVCacheWrapper(WrapperGroup):
@@ -150,6 +161,8 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
             if mask is not None:
                 expected, fix = "no mask of decode rows", "use a prefill wrapper for them"
                 fail(UnsupportedError, where, f"{name} is given", expected, fix)
+        flags(where, causal_d=causal_d)
+        optional_flags(where, return_lse_p=return_lse_p, return_lse_d=return_lse_d)
         attention_options(
             where,
             suffix="_p",
@@ -158,6 +171,7 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
             sm_scale=sm_scale_p,
             rope_scale=rope_scale_p,
             rope_theta=rope_theta_p,
+            causal=causal_p,
         )
         changes = forward_changes(
             where,
@@ -169,10 +183,12 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
             rope_theta=rope_theta_d,
         )
         scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        prefill = single_prefill_with_kv_cache(
+        prefill = _prefill(
             q_p,
             k_p,
             v_p,
+            f"{where} (_p)",
+            return_lse_p,
             custom_mask=custom_mask_p,
             packed_custom_mask=packed_custom_mask_p,
             causal=causal_p,
@@ -182,7 +198,6 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
             window_left=window_left_p,
             rope_scale=rope_scale_p,
             rope_theta=rope_theta_p,
-            return_lse=return_lse_p,
         )
         output = OutputSpec(return_lse=return_lse_d)
         kv_layout = None if kv_layout_d == "NHD" else layout(where, kv_layout_d)
@@ -232,28 +247,30 @@ class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
     ) -> None:
         """Plan both batches, as the prefill wrapper does; the rows of the second are not causal."""
         batches = (
-            (self._prefill, (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)),
-            (self._decode, (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d)),
+            (self._prefill, (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p), "p"),
+            (self._decode, (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d), "d"),
         )
-        refuse_tracing(f"{type(self).__name__}.plan", [table for _, table in batches])
-        prepared = [
-            wrapper.prepare_plan(
-                *table,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                q_data_type="float16" if q_data_type is None else q_data_type,
-                kv_data_type=kv_data_type,
-                data_type=data_type,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-            )
-            for wrapper, table in batches
-        ]
+        refuse_tracing(f"{type(self).__name__}.plan", [table for _, table, _ in batches])
+        prepared = []
+        for wrapper, table, suffix in batches:
+            names = (f"{name}_{suffix}" for name in ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len"))
+            with page_table_called(*names):
+                plan = wrapper.prepare_plan(
+                    *table,
+                    num_qo_heads,
+                    num_kv_heads,
+                    head_dim,
+                    page_size,
+                    pos_encoding_mode=pos_encoding_mode,
+                    window_left=window_left,
+                    q_data_type="float16" if q_data_type is None else q_data_type,
+                    kv_data_type=kv_data_type,
+                    data_type=data_type,
+                    sm_scale=sm_scale,
+                    rope_scale=rope_scale,
+                    rope_theta=rope_theta,
+                )
+            prepared.append(plan)
         for plan in prepared:
             plan.commit()
 
@@ -278,6 +295,8 @@ class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
     ) -> tuple[Any, Any]:
         """``(prefill, decode)``, each an output, or ``(out, lse)`` with ``return_lse``; scales are the decoding's."""
         where = f"{type(self).__name__}.run"
+        flags(where, causal_p=causal_p)
+        optional_flags(where, return_lse=return_lse)
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         output = OutputSpec(return_lse=return_lse)
         mask = None
@@ -286,7 +305,7 @@ class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
             if planned is None:
                 fail(PlanError, where, "there is no plan", "plan() before run()", "call plan() for this batch")
             assert isinstance(planned.plan, PrefillPlan)
-            mask = packed_mask_by_plan(where, custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
+            mask = packed_mask_by_plan(f"{where} (_p)", custom_mask_p, packed_custom_mask_p, planned.plan, q_p.device)
         causal: dict[str, Any] = {"causal": True} if causal_p else {}
         calls = (
             self._prefill._paged_call(f"{where} (_p)", q_p, paged_kv_cache_p, output, mask=mask, **causal),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared, prepared_function
 from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
@@ -40,6 +41,7 @@ from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_ops.frontend.scales import Scale, ScaleFactors
+from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.ops.options import AttentionOptions
@@ -107,31 +109,53 @@ def single_prefill_with_kv_cache(
     where = "single_prefill_with_kv_cache"
     refuse(where, kv_cache_sf=kv_cache_sf)
     check_fp16_reduction(where, allow_fp16_qk_reduction, use_fp16_qk_reduction)
-    options = attention_options(
+    return single_prefill_call(
+        q,
+        k,
+        v,
         where,
+        OutputSpec(return_lse=return_lse, dtype=None if o_dtype is None else output_dtype(where, "o_dtype", o_dtype)),
+        ScaleFactors(
+            {"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale}, {"scale_v": scale_v, "v_scale": v_scale}
+        ),
+        custom_mask=custom_mask,
+        packed_custom_mask=packed_custom_mask,
+        kv_layout=kv_layout,
+        backend=backend,
         pos_encoding_mode=pos_encoding_mode,
         window_left=window_left,
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
         rope_scale=rope_scale,
         rope_theta=rope_theta,
+        causal=causal,
         window_right=window_right,
     )
+
+
+def single_prefill_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    where: str,
+    output: OutputSpec,
+    scales: ScaleFactors,
+    *,
+    custom_mask: Tensor | None,
+    packed_custom_mask: Tensor | None,
+    kv_layout: str,
+    backend: str = "auto",
+    **options: Any,
+) -> AttentionCall | FoundCall:
+    """The call of one request. ``options`` are the arguments of :func:`attention_options`."""
+    given = attention_options(where, **options)
     kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
     check_dense(where, q, k, v)
     _check_mask_shape(where, custom_mask, q.shape[0], k.shape[kv_dim])
     mask = packed_single_mask(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
-    return dense_call(
-        where,
-        (q, k, v),
-        options._replace(causal=causal, mask=mask),
-        OutputSpec(return_lse=return_lse, dtype=None if o_dtype is None else output_dtype(where, "o_dtype", o_dtype)),
-        ScaleFactors(
-            {"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale}, {"scale_v": scale_v, "v_scale": v_scale}
-        ),
-        kv_layout=kv_layout,
-        backend=own_backend(backend),
-    )
+    given = given._replace(mask=mask)
+    backend = own_backend(backend)
+    return dense_call(where, (q, k, v), given, output, scales, kv_layout=kv_layout, backend=backend)
 
 
 def _check_mask_shape(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:

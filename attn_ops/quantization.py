@@ -1,4 +1,4 @@
-"""Packing booleans into bytes, for custom masks: those are little-endian, NumPy's default and this one is big."""
+"""Pack booleans into bytes. The default bit order is big-endian, as in NumPy; custom masks are little-endian."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
         check_indptr("indptr", host, where, later=True)
         if int(host[-1]) > x.shape[0]:
             what = f"indptr ends at {int(host[-1])} and x has {x.shape[0]}"
-            fail(ShapeError, where, what, "it within x", "correct it")
+            fail(ShapeError, where, what, f"at most {x.shape[0]}", "correct it")
     size = int(((host.diff() + 7) // 8).sum())
     torch._check(size >= 0)
     return torch.ops.attn.segment_packbits(x.contiguous(), indptr.to(x.device), size, bitorder=bitorder)

@@ -74,6 +74,15 @@ def overlapping_dim(t: torch.Tensor) -> int | None:
     return None
 
 
+def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are one, or views of the same elements. Those of a fake tensor have no address."""
+    if a is b:
+        return True
+    if type(a) is not torch.Tensor or type(b) is not torch.Tensor:
+        return False
+    return 0 != a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
 def decide(condition: bool) -> bool:
     """Whether a condition on sizes holds, for a choice that is right either way.
 

@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -75,10 +76,14 @@ _ABOUT_TYPES = (" of type ", " is None; expected ")
 """Words of messages about the type of an argument."""
 
 
-_TABLE_ARGUMENTS = {
-    name: (f"paged_{name}", name.removeprefix("kv_")) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")
+_NAMES_IN_PLANS = {
+    "qo_indptr": ("cum_seq_lens_q",),
+    "kv_indptr": ("paged_kv_indptr", "indptr", "unique_kv_indptr"),
+    "kv_indices": ("paged_kv_indices", "indices", "unique_kv_indices"),
+    "kv_last_page_len": ("paged_kv_last_page_len", "last_page_len", "unique_kv_last_page_len"),
+    "head_dim_qk": ("head_dim",),
 }
-"""Parts of a page table, and the names that arguments of wrappers and functions have for them."""
+"""Arguments of planning, and the names that wrappers and functions have for them."""
 
 
 class _Argument(NamedTuple):
@@ -111,7 +116,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except AttnOpsError as raised:
-                error = _renamed(raised, function, args, kwargs) or _of_caller(raised, function, args)
+                error = _renamed(raised, function, args, kwargs) or _of_caller(raised, function, args, kwargs)
                 if error is None:
                     raise
             except _RAW_ERRORS as raised:
@@ -143,6 +148,13 @@ def flags(where: str, **values: Any) -> None:
     for name, value in values.items():
         if type(value) is not bool and (value is None or not _admits(value, bool)):
             _refuse_type(where, _Argument(name, value, bool))
+
+
+def optional_flags(where: str, **values: Any) -> None:
+    """:func:`flags`, each of which may be None."""
+    for name, value in values.items():
+        if value is not None:
+            flags(where, **{name: value})
 
 
 def optional_integers(where: str, **values: Any) -> tuple[Any, ...]:
@@ -184,16 +196,54 @@ def _renamed(
     return _type_error(function, args, kwargs, functools.partial(_may_explain, message), message if own else "")
 
 
-def _of_caller(raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any]) -> AttnOpsError | None:
-    """The error of a planner by the names of its caller: of the method, and of the parts of a page table."""
-    message, parameters = str(raised), inspect.signature(function).parameters
-    where = _where(function, args)
-    if where.endswith("Wrapper.plan") and message.startswith("plan: "):
-        message = f"{where}: {message.removeprefix('plan: ')}"
-    for part, names in _TABLE_ARGUMENTS.items():
-        name = next((name for name in names if name in parameters and part not in parameters), part)
-        message = re.sub(rf"(?<!\w){part}(?!\w)", name, message)
+def _of_caller(
+    raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AttnOpsError | None:
+    """The error of planning by the names of the caller: of the function or method, and of its arguments.
+
+    Those of planners are the names of the C++ API too.
+    """
+    message, where = str(raised), _where(function, args)
+    if "Planner" in where:
+        return None
+    begin, colon, rest = message.partition(": ")
+    of_other = colon and begin != where and (begin == "plan" or begin.endswith(".plan"))
+    if of_other:
+        message = f"{where}: {rest}"
+    parameters = inspect.signature(function).parameters
+    given = {argument.name for argument in _arguments(function, args, kwargs) if argument.value is not None}
+    names: dict[str, str] = {}
+    for name, others in _NAMES_IN_PLANS.items():
+        called = [n for n in (name, *others) if n in parameters]
+        if called:
+            own = next((n for n in called if n in given), called[0])
+            names |= {n: own for n in (name, *(others if of_other else ())) if n == name or n not in called}
+    message = _with_names(message, names)
     return None if message == str(raised) else type(raised)(message)
+
+
+def _with_names(message: str, names: Mapping[str, str]) -> str:
+    """``message`` with other names of arguments."""
+    if not names:
+        return message
+    words = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<!\w)({words})(?!\w)", lambda found: names[found[0]], message)
+
+
+@contextmanager
+def page_table_called(qo_indptr: str, kv_indptr: str, kv_indices: str, kv_last_page_len: str) -> Iterator[None]:
+    """Errors of planning in this context name the parts of a page table so."""
+    parts = {
+        "qo_indptr": qo_indptr,
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "kv_last_page_len": kv_last_page_len,
+    }
+    names = {name: called for part, called in parts.items() for name in (part, *_NAMES_IN_PLANS[part])}
+    try:
+        yield
+    except AttnOpsError as error:
+        raise type(error)(_with_names(str(error), names)) from None
 
 
 def _is_read_later(argument: _Argument) -> bool:
@@ -349,7 +399,8 @@ def _refuse_type(where: str, wrong: _Argument) -> None:
         shown = f"a tensor {list(value.shape)}"
         fix = f"pass {name}.item()" if value.numel() == 1 and _admits(1, annotation) else fix
     elif isinstance(value, str | int | float | complex):
-        shown = f"{value!r}, of type {type(value).__name__}"
+        number = float(value) if isinstance(value, float) else value  # of a graph, one that stands for a symbol
+        shown = f"{number!r}, of type {type(value).__name__}"
     else:
         kind = type(value)
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."

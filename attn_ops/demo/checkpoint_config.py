@@ -32,7 +32,7 @@ MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_POSITIONS = 1 << 30
 MAX_RATIO = 1e9
-"""Of the base of RoPE and of the factors of its scalings."""
+"""Largest base of RoPE, and largest factor of its scalings."""
 
 DEFAULT_SLIDING_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28

@@ -34,7 +34,7 @@ MAX_WORLD = 16
 """GPUs of one host. The kernel unrolls its loop over them."""
 
 TIMEOUT_S = 600.0
-"""Of a kernel by default, and of the ranks when they make an exchange."""
+"""Default time-out of a kernel, and that of the ranks when they make an exchange."""
 
 MAX_TIMEOUT_S = 2e6
 """An int32 holds its milliseconds."""

@@ -125,7 +125,7 @@ class _ShardedCall:
         return [found[placement] for placement in self._placements(self.lead)]
 
     def _placements(self, name: str) -> Sequence[Placement]:
-        """Those of a DTensor; a plain tensor is the same on every rank."""
+        """The placements of a DTensor; a plain tensor is the same on every rank."""
         t = self.tensors[name]
         return t.placements if isinstance(t, DTensor) else [Replicate()] * self.mesh.ndim
 

@@ -19,7 +19,7 @@ __all__ = ["shard_plan"]
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 _local_fields: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By ``plan.problem``: the fields of rank-local plans by number of ranks, for calls that recognise a plan's tensors."""
+"""The fields of rank-local plans by ``plan.problem`` and number of ranks, for calls that recognise a plan's tensors."""
 
 
 def check_in_mesh(where: str, mesh: DeviceMesh, fix: str) -> None:

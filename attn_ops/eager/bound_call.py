@@ -27,7 +27,7 @@ from attn_ops.eager.checked_call import CHECKED_CALLS, Bases
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
 
 Source = Union[int, "_View", Callable[[Sequence[Tensor]], Any]]
-"""Of an op's argument: its place among the tensors of a call, or a function of them all."""
+"""The source of an op's argument: its place among the tensors of a call, or a function of them all."""
 
 
 class BoundCalls(PreparedCalls):
@@ -37,7 +37,7 @@ class BoundCalls(PreparedCalls):
 
 
 def caches_for(device: torch.device, number: int) -> tuple[PreparedCalls, int] | None:
-    """As :func:`~attn_ops.eager.prepared_call.new_caches`, also for a plan on the CPU."""
+    """The caches of :func:`~attn_ops.eager.prepared_call.new_caches`, also for a plan on the CPU."""
     return (BoundCalls(), number) if _C is not None and device.type == "cpu" else new_caches(device, number)
 
 
@@ -125,7 +125,7 @@ def _is_outputs(op_call: OpCall) -> bool:
 
 
 def _finalize(op_call: OpCall, shape: tuple[int, ...] | None) -> Callable[[Any], Any] | None:
-    """What makes the result from outputs, of which the first gets the ``shape``; None if they are the result."""
+    """The function that makes the result from outputs, the first in ``shape``; None if they are the result."""
     finalize = op_call.finalize
     if finalize is None:
         return None

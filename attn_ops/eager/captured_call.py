@@ -24,7 +24,7 @@ except ImportError as error:
     NATIVE_REASON = f"not prepared, they take more host time: {error}; install with a C++ compiler"
 
 CONSTANT = -1
-"""In the place of an argument, for a tensor that is the same in every call."""
+"""Index of a tensor that is no argument: it is the same in every call."""
 
 
 def is_available() -> bool:

@@ -101,4 +101,4 @@ def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
 
 
 CHECKED_CALLS: dict[str, CheckedCalls] = {}
-"""Of each op, for calls on the CPU (:mod:`attn_ops.ops.register`)."""
+"""The checked calls of each op on the CPU (:mod:`attn_ops.ops.register`)."""

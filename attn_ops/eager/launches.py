@@ -16,7 +16,7 @@ from attn_ops.eager.captured_call import CapturedCall, Launch, outputs_of
 
 class _Captured(threading.local):
     launches: list[Launch | None] | None = None
-    """Those of the call that this thread captures, if any; None for a launch that cannot be replayed."""
+    """The launches of the call that this thread captures, if any; None for a launch that cannot be replayed."""
 
 
 _captured = _Captured()

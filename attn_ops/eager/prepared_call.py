@@ -34,7 +34,7 @@ from attn_ops.eager.op_entry import dispatched
 P = ParamSpec("P")
 
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
-"""Those of arguments of prepared calls. Another subclass may override what an op does."""
+"""Types of tensors in prepared calls. Another subclass may override what an op does."""
 
 MAX_ENTRIES = 4096
 """Entries of a cache. An insertion beyond it first evicts all of them."""
@@ -69,7 +69,7 @@ def current_stream(device: torch.device) -> int | None:
 
 
 def new_caches(device: torch.device, number: int = 0) -> tuple[PreparedCalls, int] | None:
-    """For a plan on ``device``; ``number`` belongs to the key. None where calls are not prepared."""
+    """Caches for a plan on ``device``; ``number`` belongs to the key. None where calls are not prepared."""
     return (PreparedCalls(), number) if is_available() and device.type == "cuda" else None
 
 
@@ -132,7 +132,7 @@ class OpCache(Undispatched):
     def __init__(self, name: str, check: Check, first_call: FirstCall) -> None:
         self.name, self.check, self.first_call = name, check, first_call
         self._plans: dict[Hashable, list[weakref.ref[Tensor]]] = {}
-        """For each entry, the tensors of its plans, with callbacks that evict the entry."""
+        """The tensors of the plans of each entry, with callbacks that evict it."""
         self._entries: BoundedCache[Hashable, Any] = BoundedCache(MAX_ENTRIES, self._plans)
         self._direct_entries: BoundedCache[Hashable, Any] = BoundedCache(MAX_ENTRIES)
         self.op: Callable[..., Any] = self._uncached
@@ -181,10 +181,10 @@ class OpCache(Undispatched):
 
 
 OP_CACHES: dict[str, OpCache] = {}
-"""Of each op, for calls on CUDA (:mod:`attn_ops.ops.register`)."""
+"""The cache of each op, for calls on CUDA (:mod:`attn_ops.ops.register`)."""
 
 
-_SCHEMA_TYPES = {
+_TYPE_OF_KIND = {
     "float": float,
     "int": int,
     "bool": bool,
@@ -219,7 +219,7 @@ def _arguments_of(op: str) -> dict[str, _Argument]:
         kind = str(a.real_type)
         inner = kind.removeprefix("Optional[")
         optional = inner != kind
-        of = _SCHEMA_TYPES[inner[:-1] if optional else inner]
+        of = _TYPE_OF_KIND[inner[:-1] if optional else inner]
         found[a.name] = _Argument(of, optional, not a.kwarg_only, not a.has_default_value())
     return found
 
@@ -380,7 +380,7 @@ def _not_repeated(_: tuple[Tensor, ...]) -> Any:
 
 
 def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
-    """Its entries take the tensors of a call. If one returns NotImplemented, the call runs as written."""
+    """A cache whose entries take the tensors of a call. If one returns NotImplemented, the call runs as written."""
     entries: BoundedCache[Hashable, Any] = BoundedCache(MAX_ENTRIES)
     first_call = _first_prepared_call if on_cuda else _first_bound_call
 

@@ -24,7 +24,7 @@ _lock = threading.RLock()
 
 
 def _preparing() -> Sequence[Future[Any]]:
-    """What is prepared: threads that ask at the same time start it once."""
+    """The preparations, which threads that ask at the same time start once."""
     with _lock:
         return _start()
 

@@ -56,12 +56,12 @@ class DTypes:
         o_data_type: DType | None = None,
         data_type: DType | None = None,
     ) -> None:
-        default = torch.float16 if q_data_type is None else as_dtype(where, "q_data_type", q_data_type)
-        both = None if data_type is None else as_dtype(where, "data_type", data_type)
+        default = torch.float16 if q_data_type is None else input_dtype(where, "q_data_type", q_data_type)
+        both = None if data_type is None else input_dtype(where, "data_type", data_type)
         unsaid = default == torch.float16 and both is not None and both not in FP8
         self.q = both if unsaid and both is not None else default
         kv = kv_data_type if kv_data_type is not None else both
-        self.kv = self.q if kv is None else as_dtype(where, "kv_data_type", kv)
+        self.kv = self.q if kv is None else input_dtype(where, "kv_data_type", kv)
         self.o = self.q if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
         self.computed = computed_dtype(self.q, self.kv)
 
@@ -76,17 +76,24 @@ def computed_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:
     return torch.float16 if kv in FP8 else kv
 
 
-def output_dtype(where: str, name: str, value: DType) -> torch.dtype:
-    """A dtype of outputs, by ``value``."""
+_COMPUTED = "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2"
+
+
+def input_dtype(where: str, name: str, value: DType) -> torch.dtype:
+    """A dtype of queries, keys and values, by ``value``."""
     dtype = as_dtype(where, name, value)
     if dtype not in (*FLOATS, *FP8):
-        fail(
-            UnsupportedError,
-            where,
-            f"{name} is {dtype_name(dtype)}",
-            "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
-            "convert the output afterwards",
-        )
+        fail(DTypeError, where, f"{name} is {dtype_name(dtype)}", _COMPUTED, "convert the tensor")
+    return dtype
+
+
+def output_dtype(where: str, name: str, value: DType) -> torch.dtype:
+    """A dtype of outputs, by ``value``."""
+    if value == "nvfp4":  # FlashInfer's name of what is no dtype of PyTorch
+        unsupported(where, f"{name} is 'nvfp4'", FLASHINFER.unsupported["o_sf_scale"][1])
+    dtype = as_dtype(where, name, value)
+    if dtype not in (*FLOATS, *FP8):
+        fail(UnsupportedError, where, f"{name} is {dtype_name(dtype)}", _COMPUTED, "convert the output afterwards")
     return dtype
 
 
@@ -133,7 +140,7 @@ def positive(where: str, **sizes: int) -> None:
         if type(size) is not int:
             integers(where, **{name: size})
         if size < 1:
-            fail(OptionError, where, f"{name} is {int(size)}", "1 or more", "change it")
+            fail(OptionError, where, f"{name} is {int(size)}", "at least 1", "change it")
         if type(size) is int and size > INT32_MAX:
             fail(OptionError, where, f"{name} is {size}", f"at most {INT32_MAX}, an int32", "change it")
 
@@ -163,11 +170,10 @@ def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Seq
 
 
 def check_dtypes(where: str, query: Tensor, *caches: Tensor) -> None:
-    """Of ``query`` and ``kv_cache``, which ops know under other names."""
+    """The dtypes of ``query`` and ``kv_cache``, which ops know under other names."""
     names = [dtype_name(t.dtype) for t in (query, *caches)]
     if query.dtype not in FLOATS + FP8:
-        expected = "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2"
-        fail(DTypeError, where, f"query is {names[0]}", expected, "convert it")
+        fail(DTypeError, where, f"query is {names[0]}", _COMPUTED, "convert it")
     for name, cache in zip(names[1:], caches, strict=True):
         if cache.dtype != caches[0].dtype:
             fail(DTypeError, where, f"kv_cache is {names[1]} and {name}", "one dtype", "convert one of the pair")
@@ -237,6 +243,7 @@ def attention_options(
     sm_scale: float | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
+    causal: bool = DEFAULTS.causal,
     window_right: int = DEFAULTS.window_right,
     suffix: str = "",
 ) -> AttentionOptions:
@@ -251,6 +258,7 @@ def attention_options(
         pos_encoding=pos_encoding_mode,
         rope_scale=DEFAULTS.rope_scale if rope_scale is None else rope_scale,
         rope_theta=DEFAULTS.rope_theta if rope_theta is None else rope_theta,
+        causal=causal,
         window_right=window_right,
     )
     return bounded(where, options, suffix, pos_encoding="pos_encoding_mode")

@@ -97,6 +97,9 @@ class Wrapper:
     serves calls that run one after another.
     """
 
+    _causal_rows = True
+    """Whether the rows of a request are causal among themselves, where a call has several and the plan one."""
+
     _causal, _sm_scale = _planned_option("causal"), _planned_option("sm_scale")
     _window_left, _logits_soft_cap = _planned_option("window_left"), _planned_option("logits_soft_cap")
     _qo_indptr_buf = buffer("qo_indptr")
@@ -115,7 +118,7 @@ class Wrapper:
         self._kv_layout = layout(self._name, kv_layout)
         self._workspace = float_workspace_buffer
         self.device = (
-            torch.empty(0, device=device).device if float_workspace_buffer is None else (float_workspace_buffer.device)
+            torch.empty(0, device=device).device if float_workspace_buffer is None else float_workspace_buffer.device
         )
         prepare(self.device)
         self._backend = own_backend(backend)
@@ -127,9 +130,6 @@ class Wrapper:
         self._repeatable: RepeatablePlan | None = None
         self._mask: Tensor | None = None
 
-    _causal_rows = True
-    """Whether the rows of a request are causal among themselves, where a call has several and the plan one."""
-
     def __copy__(self) -> Wrapper:
         """A wrapper of the caller's workspace with a plan of its own."""
         if self._graph is not None:
@@ -140,7 +140,7 @@ class Wrapper:
         return _with_attributes(self, copy.deepcopy(own, {id(t): t for t in shared}))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the view of the caller's buffer: ``torch.save`` takes a storage in one dtype alone."""
+        """The state without the view of the caller's buffer: ``torch.save`` takes a storage in one dtype alone."""
         state = {**vars(self), "_repeatable": None}
         if self._planned is not None and self._workspace is not None:
             state["_planned"] = replace(self._planned, workspace=torch.empty(0, device=self.device))
@@ -298,8 +298,8 @@ class Wrapper:
 
         Its table is on the device of the lengths that were read.
         """
-        bounded = self._sized_by_shapes(batch)
-        table, size = batch.table.bounded() if bounded else measured(batch.table, batch.spec)
+        by_shapes = self._sized_by_shapes(batch)
+        table, size = batch.table.bounded() if by_shapes else measured(batch.table, batch.spec)
         batch = batch._replace(table=table)
         if self._graph is None:
             return batch, size, None

@@ -31,7 +31,7 @@ class RankKeys(NamedTuple):
     positioned: bool
 
     def visible(self, kv_lens: Tensor) -> Tensor:
-        """Of ``kv_lens`` keys on this rank those that the last row of each request sees."""
+        """How many of the ``kv_lens`` keys on this rank the last row of each request sees."""
         return kv_lens if self.seq_lens is None else torch.minimum(kv_lens, self.shard.owned_tokens(self.seq_lens))
 
     def planned(self, problem: PlanProblem) -> tuple[PlanProblem, dict[str, Tensor]]:
@@ -64,7 +64,7 @@ def context_shard(
         return None
     integers(where, cp_world=cp_world, cp_rank=cp_rank)
     if cp_world < 1:
-        fail(OptionError, where, f"cp_world is {cp_world}", "1 or more", "pass the number of ranks")
+        fail(OptionError, where, f"cp_world is {cp_world}", "at least 1", "pass the number of ranks")
     if not 0 <= cp_rank < cp_world:
         fail(OptionError, where, f"cp_rank is {cp_rank}", f"0 to {cp_world - 1}, below cp_world", "correct it")
     if cp_world == 1 and causal_seqlens_kv_global is None:

@@ -27,7 +27,7 @@ from attn_ops.plan.page_table import BatchSize, PageTable
 
 PLAN_FIELDS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len")
 PLAN_FIELDS_BY_LENGTH = ("qo_indptr", "kv_len")
-"""Of those, the fields in the caller's buffers, and the ones where lengths are given in tokens."""
+"""Plan fields in the caller's buffers, and those where lengths are given in tokens."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class GraphBuffers:
                 )
 
     def copy(self, tables: PageTable) -> None:
-        """What the plan does not hold."""
+        """Copy the last page lengths, which the plan does not hold."""
         if "kv_last_page_len" in self.buffers and tables.kv_last_page_len is not None:
             self.buffers["kv_last_page_len"][1].copy_(tables.kv_last_page_len)
 

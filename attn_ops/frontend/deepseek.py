@@ -318,7 +318,11 @@ def trtllm_ragged_attention_deepseek(
         (query, key, value),
         qo_indptr,
         kv_indptr,
-        bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal)),
+        bounded(
+            where,
+            AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=is_causal),
+            causal="is_causal",
+        ),
         OutputSpec(out, lse, return_lse, dtype_without_scale(query, out)),
         ScaleFactors.of_products(bmm1_scale, bmm2_scale),
         backend=own_backend(backend),

@@ -30,7 +30,7 @@ def _two_tables(where: str, tables: Tensor, device: torch.device) -> Tensor:
 
 
 def table_of_latents(where: str, tables: Tensor, device: torch.device) -> Tensor:
-    """Of ``tables [batch, 2, pages]``, both of the same pages: a latent is a key and a value at once."""
+    """One of ``tables [batch, 2, pages]``, both of the same pages: a latent is a key and a value at once."""
     return _two_tables(where, tables, device)[:, 0]
 
 
@@ -63,7 +63,7 @@ class HeadTables(NamedTuple):
 
     @classmethod
     def of(cls, where: str, caches: Caches, tables: Tensor, kv_layout: str, device: torch.device) -> HeadTables:
-        """Of ``tables [num_kv_heads, batch, pages]``."""
+        """The batch of ``tables [num_kv_heads, batch, pages]``."""
         head_axis = PAGED_DIMS[kv_layout].head
         _, heads = paged_sizes(where, caches[0], kv_layout)
         positive(where, num_kv_heads=heads, pages=caches[0].shape[0])

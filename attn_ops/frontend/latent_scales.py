@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import computed_dtype, finite, ranked
+from attn_ops.frontend.scales import positive_number
 from attn_ops.ops.options import FP8
 
 SCALE_GROUP = 128
@@ -19,8 +20,12 @@ SCALE_GROUP = 128
 def check_scales(
     where: str, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None, required: bool
 ) -> None:
-    """Both scales if they are ``required``, and one kind for the latents. FlashInfer's callers match the words."""
-    finite(where, "ckv_scale", ckv_scale)
+    """Both scales if they are ``required``, and one kind for the latents, which is positive.
+
+    FlashInfer's callers match the words.
+    """
+    if ckv_scale is not None:
+        positive_number(where, "ckv_scale", ckv_scale)
     finite(where, "kpe_scale", kpe_scale)
     rule = "Exactly one of ckv_scale or ckv_scale_arr scales the latents"
     if ckv_scale is not None and ckv_scale_arr is not None:
@@ -43,7 +48,7 @@ def scaled_query(
     """
     ckv, kpe = (1.0 if scale is None else scale for scale in (ckv_scale, kpe_scale))
     by_ckv = {"ckv_scale": ckv_scale}
-    if kpe == ckv or ckv <= 0:  # such a ckv_scale is refused with the other factors of the logits
+    if kpe == ckv:
         return q_nope, q_pe, by_ckv
     q_pe = q_pe.to(computed_dtype(q_pe.dtype, kv_dtype))
     if abs(kpe) < ckv:

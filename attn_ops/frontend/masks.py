@@ -196,6 +196,9 @@ def multi_item_mask(
 ) -> Tensor | None:
     """bool ``[sum(qo_len * kv_len)]``: items behind one prefix, each causal, none of which sees another.
 
+    A token sees the prefix and, of its own item, the tokens after the delimiter up to itself. No row sees the
+    delimiter, and its own row sees the prefix alone.
+
     Without items, the first of ``masks``, the custom masks of the call.
 
     Args:
@@ -249,7 +252,7 @@ def _host_numbers(where: str, name: str, t: Tensor) -> Tensor:
 
 
 def _visible(rows: int, tokens: int, prefix: int, place: Tensor) -> Tensor:
-    """bool ``[rows, tokens]``: the prefix, and the tokens of a row's own item up to the row itself."""
+    """bool ``[rows, tokens]``: the prefix, and the tokens of a row's own item after its delimiter, up to the row."""
     key = torch.arange(tokens, device=place.device)
     position = key.new_tensor(range(tokens - rows, tokens))[:, None]
     padded = torch.cat((place, place.new_zeros(1)))

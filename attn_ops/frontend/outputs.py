@@ -12,7 +12,8 @@ from attn_ops.eager.interposition import check_no_grad, is_traced
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype
 from attn_ops.ops.options import FP8, saturate
-from attn_ops.typed import check_no_overlap
+from attn_ops.symbolic_sizes import same_elements
+from attn_ops.typed import check_no_overlap, optional_flags
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 """``lse_base`` -> the factor of an LSE of base 2."""
@@ -42,6 +43,7 @@ class OutputSpec(NamedTuple):
     """The form of a call's result.
 
     out, lse    buffers of the caller, filled and returned
+    out_name    the caller's name of ``out``
     dtype       of the output; None for that of ``out``, or the query's. FP8 outputs are saturated
     lse_base    ``"log2"`` or ``"ln"``
     lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``
@@ -57,6 +59,7 @@ class OutputSpec(NamedTuple):
     lse_layout: str = "NH"
     padded: PaddedLse | None = None
     rows_shape: tuple[int, ...] | None = None
+    out_name: str = "out"
 
     @property
     def padding(self) -> PaddedLse | None:
@@ -73,6 +76,7 @@ class OutputSpec(NamedTuple):
 
     def check(self, where: str, q: Tensor, head_dim: int) -> None:
         """Check options and buffers for a query ``q [rows, heads, ...]`` before anything is computed."""
+        optional_flags(where, return_lse=self.return_lse)
         if self.lse_base not in LSE_BASES:
             fail(OptionError, where, f"lse_base is {self.lse_base!r}", " or ".join(LSE_BASES), "pass one of the two")
         if self.lse_layout not in LSE_LAYOUTS:
@@ -80,15 +84,15 @@ class OutputSpec(NamedTuple):
         if self.out is not None:
             rows = q.shape[:1] if self.rows_shape is None else self.rows_shape
             shape = (*rows, *q.shape[1:-1], head_dim)
-            check_buffer(where, "out", self.out, shape, self.dtype or self.out.dtype, q.device)
-            output_dtype(where, "out", self.out.dtype)
+            check_buffer(where, self.out_name, self.out, shape, self.dtype or self.out.dtype, q.device)
+            output_dtype(where, self.out_name, self.out.dtype)
         if self.lse is not None:
             shape = tuple(q.shape[:-1]) if self.lse_layout == "NH" else tuple(q.shape[-2::-1])
             if self.padding is not None:
                 shape = (self.padding.qo_indptr.shape[0] - 1, self.padding.max_rows, q.shape[1])
             check_buffer(where, "lse", self.lse, shape, torch.float32, q.device)
-            if self.out is not None and _share_memory(self.out, self.lse):
-                fail(ArgumentError, where, "lse shares memory with out", "memory of its own", "allocate both")
+            if self.out is not None:
+                check_apart(where, self.out_name, self.out, "lse", self.lse)
 
     def dtype_for(self, q_dtype: torch.dtype) -> torch.dtype:
         """The dtype of the output for a query of ``q_dtype``."""
@@ -164,9 +168,19 @@ def check_buffer(
     check_no_overlap(where, name, buffer, f"or pass no {name}")
 
 
+def check_apart(where: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
+    """Refuse two tensors that are written and share memory, as far as that is known."""
+    if _share_memory(a, b):
+        fail(ArgumentError, where, f"{second} shares memory with {first}", "memory of its own", "allocate both")
+
+
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors do; strided ones may take turns in the memory of a packed result."""
-    if is_traced() or not (type(a) is type(b) is Tensor and a.is_contiguous() and b.is_contiguous()):
+    """Whether two tensors do: one tensor, or contiguous ones. Other strided ones may take turns in a packed result."""
+    if a is b:
+        return True
+    if is_traced() or type(a) is not Tensor or type(b) is not Tensor:
         return False
+    if not (a.is_contiguous() and b.is_contiguous()):
+        return same_elements(a, b)
     first, second = a.data_ptr(), b.data_ptr()  # of tensors without memory 0
     return bool(first and second) and first < second + b.nbytes and second < first + a.nbytes

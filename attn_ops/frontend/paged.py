@@ -56,7 +56,7 @@ class PagedWrapper(Wrapper):
 
 
 def forward_changes(
-    where: str, *, causal: bool = False, logits_soft_cap: float | None = None, suffix: str = "", **given: Any
+    where: str, *, logits_soft_cap: float | None = None, suffix: str = "", **given: Any
 ) -> dict[str, Any]:
     """The options that ``forward`` changes for its call: those that are not at their defaults.
 
@@ -71,4 +71,4 @@ def forward_changes(
     }
     if logits_soft_cap is not None:
         changes["logits_soft_cap"] = options.logits_soft_cap
-    return {**changes, "causal": True} if causal else changes
+    return changes

@@ -21,12 +21,16 @@ def prefill_spec(
     head_dim_qk: int | None,
     head_dim_vo: Any = None,
     page_size: int | None = 1,
+    before_mask: str = "page_size",
 ) -> PlanSpec:
-    """The spec of a prefill. ``head_dim`` is an alias of ``head_dim_qk``; ragged KV has ``page_size`` 1."""
+    """The spec of a prefill. ``head_dim`` is an alias of ``head_dim_qk``; ragged KV has ``page_size`` 1.
+
+    ``before_mask``: the argument that the mask followed in earlier releases.
+    """
     dim = renamed(where, "head_dim", head_dim, "head_dim_qk", head_dim_qk)
     required(where, head_dim_qk=dim, page_size=page_size)
-    if isinstance(head_dim_vo, Tensor):  # in the place of the mask of earlier releases
-        fail(ArgumentError, where, "head_dim_vo is a tensor", "an integer", "pass what follows page_size by name")
+    if isinstance(head_dim_vo, Tensor):
+        fail(ArgumentError, where, "head_dim_vo is a tensor", "an integer", f"pass what follows {before_mask} by name")
     assert page_size is not None
     positive(where, page_size=page_size)
     return PlanSpec(

@@ -123,7 +123,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         """
         where = f"{self._name}.plan"
         check_fp16_reduction(where, allow_fp16_qk_reduction, use_fp16_qk_reduction)
-        spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo)
+        dims = head_dim, head_dim_qk, head_dim_vo
+        spec = prefill_spec(where, num_qo_heads, num_kv_heads, *dims, before_mask="head_dim_qk")
         split = splitting(where, fixed_split_size, disable_split_kv)
         spec = spec._replace(paged=False, causal=causal, window_left=window_left, window_right=window_right, **split)
         required(where, qo_indptr=qo_indptr, kv_indptr=kv_indptr)

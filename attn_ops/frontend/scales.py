@@ -136,14 +136,19 @@ def fold(
 ) -> FoldedScales:
     """The softmax scale times all scales of the logits, and the product of those of the output.
 
-    Numbers are folded into ``sm_scale`` and ``output``, tensors into ``kv_scale``, without reading the device. With
-    ``scale_in_float32`` tensors of the output are folded into ``output`` too, as the op rounds after the scale.
+    Numbers are folded into ``sm_scale`` and ``output``, tensors into ``kv_scale``, without reading the device. So is a
+    product of numbers that is negative or 0, since ``sm_scale`` is positive. With ``scale_in_float32`` tensors of the
+    output are folded into ``output`` too, as the op rounds after the scale.
     """
     logits, values = factors
     if not _given(logits) and not _given(values):
         return FoldedScales(sm_scale, None)
     scale, key = _product([as_factor(where, name, s, device, heads) for name, s in logits.items()])
     output, value = _product([as_factor(where, name, s, device, heads) for name, s in values.items()])
+    if scale <= 0:
+        finite(where, f"the product of the logits' scales ({_names(logits)})", scale)
+        number = torch.full((), scale, dtype=torch.float32, device=device)
+        scale, key = 1.0, number if key is None else key * number
     if scale != 1.0:
         scale *= softmax_scale(sm_scale, head_dim)
         if not BOUNDS["sm_scale"].holds(scale):
@@ -151,7 +156,7 @@ def fold(
                 OptionError,
                 where,
                 f"the scales multiply to {scale} ({_names(logits)})",
-                "a positive number (2^-126 to 2^126)",
+                "a product of 2^-126 to 2^126, or one that is negative or 0",
                 "change a scale",
             )
         sm_scale = scale

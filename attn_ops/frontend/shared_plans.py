@@ -148,7 +148,7 @@ class HostPlans:
 
 
 def host_plans() -> HostPlans:
-    """Those of this thread."""
+    """The host plans of this thread."""
     try:
         held: HostPlans = _scopes.host
     except AttributeError:

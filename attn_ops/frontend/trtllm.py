@@ -140,7 +140,7 @@ class _Decode(NamedTuple):
         ).execute()
 
     def execute_by_head(self) -> Any:
-        """With a table and lengths of each KV head, which become requests of their own."""
+        """Execute with a table and lengths of each KV head, which become requests of their own."""
         where, query, output = self.where, self.query, self.output
         ranked(where, "query", query, QUERY_DIMS)
         caches = paged(where, self.kv_cache, layout(where, self.kv_layout), may_be_shared=True)

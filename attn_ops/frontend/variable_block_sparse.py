@@ -86,7 +86,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         num_keys = check_sizes(where, "block_col_sz", block_col_sz, None)
         if not (num_rows and num_keys):
             what = f"the blocks have {num_rows} rows and {num_keys} keys"
-            fail(ShapeError, where, what, "1 or more of both", "pass the sizes of all blocks")
+            fail(ShapeError, where, what, "at least 1 of both", "pass the sizes of all blocks")
         options = attention_options(
             where,
             pos_encoding_mode=pos_encoding_mode,

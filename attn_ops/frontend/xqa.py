@@ -124,7 +124,7 @@ def xqa(
         seq_lens,
         qo_indptr,
         AttentionOptions(window_left=window_left, sinks=sinks, causal=True),
-        OutputSpec(output, rows_shape=tuple(q.shape[:-2])),
+        OutputSpec(output, rows_shape=tuple(q.shape[:-2]), out_name="output"),
         ScaleFactors(
             {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale, "rcp_out_scale": rcp_out_scale}
         ),
@@ -189,7 +189,7 @@ def xqa_mla(
         seq_lens,
         uniform_indptr(tables.shape[0], q_len, q.device),
         AttentionOptions(sm_scale=1.0, causal=True),
-        OutputSpec(output, rows_shape=tuple(q.shape[:-2])),
+        OutputSpec(output, rows_shape=tuple(q.shape[:-2]), out_name="output"),
         ScaleFactors({"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}),
         names=TableNames("page_table"),
     ).execute()

@@ -181,7 +181,7 @@ def attention_forward(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In one dtype: under autocast, projections have its dtype, and rotary embeddings return float32."""
+    """The tensors in one dtype: under autocast, projections have its dtype, and rotary embeddings return float32."""
     device = tensors[0].device.type
     if len({t.dtype for t in tensors}) == 1 or not torch.is_autocast_enabled(device):
         return tensors

@@ -46,7 +46,7 @@ class Buffer:
     """
 
     def __init__(self, held: Tensor, new: Tensor, length: int) -> None:
-        """With the ``length`` tokens that are ``held``, and capacity for ``new`` ones and more."""
+        """A buffer of the ``length`` tokens that are ``held``, with capacity for ``new`` ones and more."""
         batch, heads, rows, head_dim = new.shape
         least = length + rows + (length + rows) // 8  # in proportion, so that each token is copied a few times at most
         self.memory = new.new_empty((batch, heads, (least // CAPACITY_STEP + 1) * CAPACITY_STEP, head_dim))
@@ -106,7 +106,7 @@ def _growing(layer_class: Any) -> Any:
             return k.holds(self.keys, key_states) and v.holds(self.values, value_states)
 
         def _state(self) -> dict[str, Any]:
-            """Without buffers: a copy that appended to them would write over the tokens that this layer appends."""
+            """The state without buffers: a copy that appended to them would overwrite tokens of this layer."""
             return {name: value for name, value in self.__dict__.items() if name != "buffers"}
 
         def __copy__(self) -> GrowingLayer:

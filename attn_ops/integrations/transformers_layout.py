@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, caches: Caches, mask: Tensor, kind: Kind, options: dict[str, Any]) -> Layout:
-        """Of a layer that is passed ``mask``, with bounds of this ``kind``."""
+        """The layout of a layer that is passed ``mask``, with bounds of this ``kind``."""
         qv = options.get("qv")
         shares_heads = qv is not None or options["s_aux"] is not None
         keywords: dict[str, Any] = {"causal": kind.causal, "window_size": kind.window_size}

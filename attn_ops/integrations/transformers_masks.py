@@ -37,7 +37,7 @@ _MASKS = {
 """Functions in transformers/masking_utils.py whose patterns are supported."""
 
 _SPARSE = {"index_topk": "DeepSeek sparse attention", "keep_window_size": "dynamic mask attention"}
-"""By the setting that such models have: attention to selected keys, which reads the mask to select them."""
+"""Attention to selected keys, which reads the mask to select them, by the setting that such models have."""
 
 _READERS = {"bigbird_pegasus", "nllb-moe"}
 """Other types of encoder-decoder models whose own code reads the mask. That of a decoder alone does not."""
@@ -193,7 +193,7 @@ def no_bounds(
 
 
 def _supported_names(function: Callable[..., Any], config: Any, local_size: int | None, use_vmap: bool) -> set[str]:
-    """Of the functions that a mask function combines, none when traced.
+    """The names of the functions that a mask function combines, none when traced.
 
     Raises:
         UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences; or the model's
@@ -227,7 +227,10 @@ def _refuse_readers(config: Any) -> None:
 
 
 def _names(function: Callable[..., Any]) -> Iterator[str]:
-    """Of the functions that ``function`` combines. Another callable, such as a partial, has a name of no known mask."""
+    """The names of the functions that ``function`` combines.
+
+    Another callable, such as a partial, has a name of no known mask.
+    """
     if not isinstance(function, FunctionType):
         yield getattr(function, "__qualname__", type(function).__name__)
         return

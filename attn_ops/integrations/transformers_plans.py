@@ -69,7 +69,7 @@ class Lease:
 class _Free(threading.local):
     def __init__(self) -> None:
         self.plans: BoundedCache[Hashable, Free] = BoundedCache(MAX_SIZES)
-        """By their sizes."""
+        """The free plans, by size."""
 
 
 _free = _Free()

@@ -52,7 +52,7 @@ MAP_TYPES = {
 """Element types of a tensor map: the values of ``CUtensorMapDataType``, which has none for FP8."""
 
 OBJECT_PREFIX = "attn_ops_images_"
-"""Of the names of object files with images."""
+"""Prefix of the names of object files with images."""
 
 MAX_LOADED = 4096
 """Kernels that a backend keeps ready for eager launches. An insertion beyond it first drops all of them."""

@@ -14,7 +14,7 @@ SCHEMA = "(Tensor(a!)[] outs, Tensor[] ins, SymInt[] integers, float[] floats, s
 
 
 def declaration(device_type: str) -> str:
-    """Its C shim, as code that Inductor generates calls it; ``package_shim.cpp`` defines it."""
+    """The C shim of the op, as code that Inductor generates calls it; ``package_shim.cpp`` defines it."""
     return (
         f"AOTITorchError aoti_torch_{device_type}_{NAME}("
         "const AtenTensorHandle* outs, int64_t num_outs, const AtenTensorHandle* ins, int64_t num_ins, "

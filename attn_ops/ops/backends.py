@@ -38,7 +38,7 @@ class MemoryLayout(NamedTuple):
 
 
 ORDINARY = MemoryLayout()
-"""Of calls that are not on CUDA, or whose kernels do not depend on it."""
+"""The layout of calls that are not on CUDA, or whose kernels do not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,11 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend("reference", "attn_ops.kernels.reference", unsupported.reference, capacity_bound=True),
 )
-"""In order of preference."""
+"""The backends, in order of preference."""
 
 
 PLACES = ("eager calls", "compiled graphs", "packages")
-"""Where a call may run, each by an entry of its own."""
+"""Places where a call may run, each by an entry of its own."""
 
 NOT_GENERATED = "Inductor does not generate it"
 

@@ -38,9 +38,9 @@ SOURCES = ("py", "h", "cpp", "cu", "cuh")
 @functools.cache
 def sources_tag() -> str:
     """A hash of this library's sources and tables: Inductor's cache key holds an op's name, not its lowering."""
-    package = Path(__file__).parents[1]
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for folder in (package, *map(Path, kernels.__path__), *map(Path, meta.__path__)):
+    for folder in (root, *map(Path, kernels.__path__), *map(Path, meta.__path__)):
         for source in sorted(path for suffix in SOURCES for path in folder.rglob(f"*.{suffix}")):
             digest.update(source.read_bytes())
     table = tuning_table.file()
@@ -147,7 +147,7 @@ def _fields(call: tuple[tuple[Any, ...], dict[str, Any]], names: list[str]) -> S
 
 
 def _repeated_plans(lowering: Any, node: torch.fx.Node) -> RepeatedPlans:
-    """Those of the graph that Inductor is lowering. They end with it."""
+    """The planning nodes of the graph that Inductor lowers. They are dropped with it."""
     repeated = getattr(lowering, "attn_ops_repeated_plans", None)
     if repeated is None or repeated.graph is not node.graph:
         repeated = lowering.attn_ops_repeated_plans = RepeatedPlans(node.graph)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import OptionError, dtype_name, fail
-from attn_ops.typed import integers
+from attn_ops.typed import flags, integers
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """dtypes that attention computes in."""
@@ -103,7 +103,7 @@ MLA_DIMS, MLA_SCALE_DIM = (512, 64), 128 + 64
 """The MLA head that has a CUDA kernel and a default scale: by the width of its keys before they are absorbed."""
 
 MLA_HEAD_DIMS = (sum(MLA_DIMS), MLA_DIMS[0])
-"""Its ``(head_dim_qk, head_dim_vo)``."""
+"""``(head_dim_qk, head_dim_vo)`` of the MLA head."""
 
 
 def saturate(out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,14 +184,18 @@ BOUNDS: dict[str, Bound] = {
 def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
     """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
     for name, value, default in zip(options._fields, options, DEFAULTS, strict=True):
-        if value is not default and name in BOUNDS:
+        if value is default:
+            continue
+        if name == "causal":
+            flags(where, **{names.get(name, name) + suffix: value})
+        elif name in BOUNDS:
             checked = BOUNDS[name].checked(where, names.get(name, name) + suffix, value)
             if checked is not value:
                 options = options._replace(**{name: checked})
     return options
 
 
-_SCHEMA_TYPES = {
+_SCHEMA_OF_ANNOTATION = {
     "float | None": "float?", "float": "float", "int": "int", "str": "str", "bool": "bool", "Tensor | None": "Tensor?",
     "torch.dtype | None": "ScalarType?",
 }  # fmt: skip
@@ -204,7 +208,7 @@ def options_schema(op: str) -> str:
         default = getattr(DEFAULTS, name)
         shown = f'"{default}"' if isinstance(default, str) else default
         annotation = AttentionOptions.__annotations__[name]  # a ForwardRef, since annotations are strings here
-        return f"{_SCHEMA_TYPES[annotation.__forward_arg__]} {name}={shown}"
+        return f"{_SCHEMA_OF_ANNOTATION[annotation.__forward_arg__]} {name}={shown}"
 
     return ", ".join(map(argument, OP_OPTIONS[op]))
 
@@ -223,7 +227,7 @@ class KVDims(NamedTuple):
 
 
 DENSE_DIMS = {"NHD": KVDims(token=0, head=1), "HND": KVDims(token=1, head=0)}
-"""By layout, of keys and values of 3 dimensions: ragged, or of one request."""
+"""Dimensions, by layout, of keys and values ``[tokens, heads, head_dim]``: ragged, or of one request."""
 
 PAGED_DIMS = {layout: KVDims(1 + token, 1 + head) for layout, (token, head) in DENSE_DIMS.items()}
-"""By layout, of paged caches, whose first dimension counts pages."""
+"""Dimensions, by layout, of paged caches, whose first dimension counts pages."""

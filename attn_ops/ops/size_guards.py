@@ -152,7 +152,7 @@ def _free(size: Any) -> set[Any]:
 
 
 def _ranges(graph: Any) -> dict[Any, Any]:
-    """By symbol. A minimum that PyTorch may have specialized on becomes 0."""
+    """Value ranges by symbol. A minimum that PyTorch may have specialized on becomes 0."""
     from torch.utils._sympy.value_ranges import ValueRanges
 
     ranges = graph.sizevars.shape_env.var_to_range.items()

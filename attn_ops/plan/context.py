@@ -73,7 +73,7 @@ class ContextShard:
         for name, number in zip(numbers, integers(where, **numbers), strict=True):  # ranks compare them as JSON
             object.__setattr__(self, name, number)
         if self.world < 1:
-            fail(OptionError, where, f"world is {self.world}", "1 or more ranks", "pass the size of the group")
+            fail(OptionError, where, f"world is {self.world}", "at least 1 rank", "pass the size of the group")
         if not 0 <= self.rank < self.world:
             fail(OptionError, where, f"rank is {self.rank}", f"0 to {self.world - 1}", "pass the rank in the group")
         if not self.interleave >= 1 or self.interleave * self.world > MAX_SIZE:
@@ -81,7 +81,7 @@ class ContextShard:
                 OptionError,
                 where,
                 f"interleave is {self.interleave} with {self.world} ranks",
-                f"1 or more tokens, and at most {MAX_SIZE} in a turn of all ranks",
+                f"at least 1 token, and at most {MAX_SIZE} in a turn of all ranks",
                 "change it",
             )
         if not self.timeout_s > 0:
@@ -89,7 +89,7 @@ class ContextShard:
 
     @classmethod
     def of_problem(cls, problem: PlanProblem) -> ContextShard | None:
-        """That of a plan; None if it is for whole requests."""
+        """The shard of a plan; None if it is for whole requests."""
         return cls(problem.rank, problem.world, problem.interleave) if problem.world > 1 else None
 
     @classmethod
@@ -142,7 +142,7 @@ class ContextShard:
     def planned(
         self, page_size: int, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
-        """What the planning ops take: this rank's part of the page table, and ``seq_lens`` if there are other ranks."""
+        """Arguments of planning ops: this rank's part of the page table, and ``seq_lens`` if there are other ranks."""
         own = self.page_table(page_size, kv_indptr, kv_indices, kv_last_page_len)
         if self.world == 1:
             return own, {}

@@ -25,7 +25,7 @@ OF_A_RANK = ("rank", "world", "interleave", "tile_rows")
 """Fields of a problem that are compared by themselves, or may differ between ranks."""
 
 _answers: WeakKeyDictionary[ProcessGroup, RankAnswers] = WeakKeyDictionary()
-"""By group. The planners of a group share one."""
+"""The answers of the ranks of each group, which its planners share."""
 
 
 def check_same_batch(

@@ -78,6 +78,18 @@ def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") ->
         )
 
 
+def check_last_page_len(b: int, pages: int, tokens: int, page_size: int, where: str = "plan") -> None:
+    """The last one of the ``pages`` of request ``b``, if there is one, has 1 to ``page_size`` tokens."""
+    if pages > 0 and not 1 <= tokens <= page_size:
+        fail(
+            PageTableError,
+            where,
+            f"kv_last_page_len[{b}] is {tokens}",
+            f"1 to page_size {page_size}",
+            "a request whose last page is full has page_size there, an empty one has no page",
+        )
+
+
 def check_pages(
     problem: PlanProblem,
     kv_indptr: Tensor,
@@ -95,14 +107,7 @@ def check_pages(
     pages = [end - begin for begin, end in pairwise(indptr)]
     longest = 0
     for b, (count, tokens) in enumerate(zip(pages, last.tolist(), strict=True)):
-        if count > 0 and not 1 <= tokens <= problem.page_size:
-            fail(
-                PageTableError,
-                "plan",
-                f"kv_last_page_len[{b}] is {tokens}",
-                f"1 to page_size {problem.page_size}",
-                "a request whose last page is full has page_size there, an empty one has no page",
-            )
+        check_last_page_len(b, count, tokens, problem.page_size)
         if count > 0:
             longest = max(longest, (count - 1) * problem.page_size + tokens)
     used = indptr[-1]

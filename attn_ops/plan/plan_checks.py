@@ -53,7 +53,7 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
     """
     problem = PlanProblem.of(plan.problem)
     if not all(guard_or_true(size >= 1) for size in problem[:7]) or problem.split % KV_BLOCK:
-        expected = f"sizes of 1 or more and a split that is a multiple of {KV_BLOCK}"
+        expected = f"sizes of at least 1 and a split that is a multiple of {KV_BLOCK}"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     if problem.world != 1 and not (problem.rank < problem.world and 0 < problem.interleave * problem.world <= MAX_SIZE):
         expected = "a rank below world and an interleave, or world 1"
@@ -160,7 +160,10 @@ class _Capacities(NamedTuple):
 
 
 def _capacities(plan: DecodePlan | PrefillPlan, max_batch: int | None = None) -> _Capacities:
-    """Those of ``plan``; ``max_batch`` if it is given. The least that a plan can have where a field is too short."""
+    """The capacities of ``plan``, with ``max_batch`` if it is given.
+
+    Where a field is too short, the least that a plan can have.
+    """
     if max_batch is None:
         max_batch = plan.kv_len.shape[0]
     max_pages = plan.kv_indices.shape[0]

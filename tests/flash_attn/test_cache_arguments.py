@@ -124,6 +124,13 @@ def test_cumulative_query_lengths(values: list[int], message: str) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad", "cache_batch_idx"])
+def test_metadata_is_on_the_device_of_any_tensor(name: str) -> None:
+    given = torch.zeros(3 if name.startswith("cu_seqlens") else 2, dtype=torch.int32, device="meta")
+    made = get_scheduler_metadata(2, 1, 40, 4, 2, 64, 3, **{name: given}, total_q=2, total_k_new=2)
+    assert {t.device.type for t in (*made.plan, *made[1:])} == {"meta"}
+
+
 @pytest.mark.parametrize("length", [0, 1])
 def test_no_cumulative_lengths(length: int) -> None:
     r, none = Requests((9, 5), (4, 3)), torch.zeros(length, dtype=torch.int32, device=DEVICE)

@@ -306,23 +306,39 @@ def test_layers_use_the_given_metadata(q_len: int, plans: list[str]) -> None:
     assert plans == ["BlockTables"]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
-def test_metadata_and_calls_plan_for_the_dtype_of_the_cache(
-    kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype", "ctas"),
+    [
+        (torch.float16, torch.float16, ["16-bit", "16-bit"]),
+        (torch.float16, torch.float8_e4m3fn, ["fp8", "fp8"]),
+        (torch.float32, torch.float32, ["general", "general"]),
+        (torch.float32, torch.float8_e4m3fn, ["fp8", "general"]),
+    ],
+    ids=str,
+)
+def test_metadata_and_calls_plan_for_the_dtypes(
+    q_dtype: torch.dtype, kv_dtype: torch.dtype, ctas: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    """Metadata knows the dtype of the cache alone; a float32 query is decoded by the general kernel."""
+    asked: list[str] = []
 
     def ctas_per_head(device: torch.device, problem: PlanProblem, fp8: bool) -> int:
-        asked.append(fp8)
+        asked.append("fp8" if fp8 else "16-bit")
+        return 3
+
+    def general_ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
+        asked.append("general")
         return 3
 
     monkeypatch.setattr(call_plans, "ctas_per_head", ctas_per_head)
+    monkeypatch.setattr(call_plans, "general_ctas_per_head", general_ctas_per_head)
     step = Pages()
+    step.q = step.q.to(q_dtype)
     k, v = (t.to(kv_dtype) for t in step.r.cache())
     options = {"cache_seqlens": step.seqlens, "block_table": step.table, "causal": True}
     made = step.metadata(qkv_dtype=kv_dtype)
     planned, given = (flash_attn_with_kvcache(step.q, k, v, **options, scheduler_metadata=x) for x in (None, made))
-    assert asked == [kv_dtype == torch.float8_e4m3fn] * 2
+    assert asked == ctas
     assert torch.equal(planned, given)
 
 

@@ -202,6 +202,14 @@ CACHE_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.ones(2, 1, 3, 64).half()}, "3 query heads do not share 2 KV heads evenly"),
     ({"q": torch.ones(2, 4, 64).half()}, r"q is \[2, 4, 64\]; expected \[batch, seqlen, num_heads, head_dim\]"),
     ({"k_cache": 3}, "k_cache is 3, of type int; expected a tensor"),
+    (
+        {"k_cache": torch.ones(2, 40, 64)},
+        r"\[2, 40, 64\]; expected \[batch_cache, seqlen_cache, num_kv_heads, head_dim\]",
+    ),
+    (
+        {"k_cache": torch.ones(2, 40, 64), "block_table": TABLE},
+        r"\[2, 40, 64\]; expected \[pages, page_size, num_kv_heads, head_dim\]",
+    ),
 ]
 
 
@@ -249,7 +257,7 @@ def test_heads_without_elements(dims: tuple[int, int], name: str) -> None:
         lambda: flash_attn_with_kvcache(q, k[:, :, :1], v[:, :, :1], cache_seqlens=3, qv=q),
     ]
     for call in calls:
-        with pytest.raises(errors.OptionError, match=rf"^flash_attn_\w+: {name} is 0; expected 1 or more"):
+        with pytest.raises(errors.OptionError, match=rf"^flash_attn_\w+: {name} is 0; expected at least 1"):
             call()
 
 

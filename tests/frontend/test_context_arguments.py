@@ -184,7 +184,7 @@ def test_traced() -> None:
         (_mla, {"sinks": torch.zeros(4)}, OptionError, "sinks is given with the keys of one of 2 ranks"),
         (_decode, {"mask": torch.zeros(2, 1, 1, dtype=torch.uint16)}, OptionError, "mask is given with the keys"),
         (_decode, {"cp_rank": 2}, OptionError, "cp_rank is 2; expected 0 to 1"),
-        (_decode, {"cp_world": -2}, OptionError, "cp_world is -2; expected 1 or more"),
+        (_decode, {"cp_world": -2}, OptionError, "cp_world is -2; expected at least 1"),
         (_decode, {"cp_rank": True}, ArgumentError, "cp_rank is True, of type bool"),
         (_decode, {"causal_seqlens_kv_global": int32([10])}, ShapeError, "one per request"),
         (_decode, {"causal_seqlens_kv_global": int32([-1, 1])}, PageTableError, "a length of -1"),

@@ -340,6 +340,33 @@ def test_negative_scales_per_head() -> None:
     check(out, scaled(r, (-q_scale, k_scale, v_scale)), dtype=BF16, eps=2**-6 + rounding_of_probabilities())
 
 
+@pytest.mark.parametrize("value", [-0.5, 0.0, -2], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, E4M3])
+def test_a_negative_scale_is_a_number_or_a_tensor(dtype: torch.dtype, value: float) -> None:
+    r = prefill_requests(dtype=dtype)
+    wrapper = planned_prefill(r, o_data_type=BF16)
+    one = torch.tensor(float(value), device=DEVICE)
+    for scales in ({"q_scale": value}, {"q_scale": value, "k_scale": one}, {"q_scale": 0.5, "k_scale": value}):
+        tensors = {name: torch.as_tensor(float(scale), device=DEVICE) for name, scale in scales.items()}
+        numbers = wrapper.run(r.q, r.cache(), **scales, return_lse=True)
+        for got, want in zip(numbers, wrapper.run(r.q, r.cache(), **tensors, return_lse=True), strict=True):
+            torch.testing.assert_close(got, want)
+    both = {name: torch.tensor(float(value), device=DEVICE) for name in ("q_scale", "k_scale")}
+    torch.testing.assert_close(
+        wrapper.run(r.q, r.cache(), q_scale=value, k_scale=value), wrapper.run(r.q, r.cache(), **both)
+    )
+    with pytest.raises(errors.OptionError, match=r"the product of the logits' scales \(q_scale, k_scale\) is -"):
+        wrapper.run(r.q, r.cache(), q_scale=-(2.0**100), k_scale=2.0**100)
+
+
+def test_a_scale_of_latents_is_positive() -> None:
+    m = Latents(dtype=BF16, kv_dtype=E4M3)
+    wrapper, tensors = planned_mla(m, BF16), (*m.split(m.q), *m.split(m.cache))
+    for value in (-0.5, 0.0):
+        with pytest.raises(errors.OptionError, match=rf"run: ckv_scale is {value}; expected a positive number"):
+            wrapper.run(*tensors, ckv_scale=value, kpe_scale=1.0)
+
+
 def test_a_wrong_number_of_scales() -> None:
     r = prefill_requests(dtype=E4M3)
     wrapper = planned_prefill(r, o_data_type=BF16)

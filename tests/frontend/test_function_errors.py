@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
     "no rows a request": (
         lambda: decoding(TABLES, q_len_per_req=0),
         errors.OptionError,
-        "q_len_per_req is 0; expected 1 or more",
+        "q_len_per_req is 0; expected at least 1",
     ),
     "no rows of context": (
         lambda: context(indptr=None),  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
             R.q, *R.cache(), R.block_tables(), R.seq_lens, output=empty(4, 4, 64, dtype=torch.float64)
         ),
         errors.UnsupportedError,
-        "out is float64; expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
+        "output is float64; expected float16, bfloat16, float32, float8_e4m3fn or float8_e5m2",
     ),
     "padded LSE too short": (
         lambda: cudnn(max_token_per_sequence=39, lse=empty(4, 39, 4, dtype=torch.float32), return_lse=True),
@@ -205,7 +205,7 @@ CASES: dict[str, Case] = {
     "single with heads of nothing": (
         lambda: flashinfer.single_prefill_with_kv_cache(empty(2, 2, 0), empty(3, 2, 0), empty(3, 2, 0)),
         errors.OptionError,
-        "head_dim is 0; expected 1 or more",
+        "head_dim is 0; expected at least 1",
     ),
     "rank of the keys of single prefill": (
         lambda: flashinfer.single_prefill_with_kv_cache(P.q, empty(9), empty(9), kv_layout="HND"),
@@ -252,12 +252,12 @@ CASES: dict[str, Case] = {
     "no query heads": (
         lambda: flashinfer.single_prefill_with_kv_cache(P.q[:, :0], *P.ragged()),
         errors.OptionError,
-        "single_prefill_with_kv_cache: num_qo_heads is 0; expected 1 or more",
+        "single_prefill_with_kv_cache: num_qo_heads is 0; expected at least 1",
     ),
     "no query heads of one row": (
         lambda: flashinfer.single_decode_with_kv_cache(P.q[0, :0], *P.ragged()),
         errors.OptionError,
-        "num_qo_heads is 0; expected 1 or more",
+        "num_qo_heads is 0; expected at least 1",
     ),
     "rank of the query of single prefill": (
         lambda: flashinfer.single_prefill_with_kv_cache(P.q[0], *P.ragged()),
@@ -473,6 +473,26 @@ CASES: dict[str, Case] = {
         ),
         errors.UnsupportedError,
         "batch_offsets_q leaves gaps between requests",
+    ),
+    "a 4-bit output": (
+        lambda: decoding(TABLES, out_dtype="nvfp4"),
+        errors.UnsupportedError,
+        "out_dtype is 'nvfp4', which is not supported: 4-bit outputs are not written here; use a float16, bfloat16",
+    ),
+    "falling offsets of states": (
+        lambda: flashinfer.variable_length_merge_states(V, S, torch.tensor([0, 3, 1])),
+        errors.PageTableError,
+        "variable_length_merge_states: indptr falls from 3 to 1 at request 1; expected values that never decrease",
+    ),
+    "offsets before the states": (
+        lambda: flashinfer.variable_length_merge_states(V, S, torch.tensor([-1, 3])),
+        errors.PageTableError,
+        "variable_length_merge_states: indptr starts at -1; expected 0 or more",
+    ),
+    "offsets beyond the states": (
+        lambda: flashinfer.variable_length_merge_states(V, S, torch.tensor([0, 2, 4])),
+        errors.ShapeError,
+        "variable_length_merge_states: v has 3 states; expected 4 or more, where indptr ends",
     ),
 }
 

@@ -42,6 +42,31 @@ def test_buffers_of_the_places_are_checked_before_they_are_filled() -> None:
     assert first.tolist() == [7] * 4
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+def test_buffers_of_the_places_that_are_one_tensor_are_refused(traced: bool) -> None:
+    indptr, seq_lens, buffer = int32(0, 2, 4), int32(3, 2), torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
+
+    def call(buffer: torch.Tensor) -> object:
+        return page.get_batch_indices_positions(indptr, seq_lens, 4, buffer, buffer)
+
+    call = torch.compile(call, fullgraph=True, backend="eager") if traced else call
+    with pytest.raises(Exception, match="positions shares memory with batch_indices; expected memory of its own") as e:
+        call(buffer)
+    assert traced or e.type is errors.ArgumentError
+    assert buffer.tolist() == [7] * 4
+
+
+def test_buffers_of_the_places_that_share_memory() -> None:
+    tables, memory = (int32(0, 2, 4), int32(3, 2)), torch.full((8,), 7, dtype=torch.int32, device=DEVICE)
+    pairs = memory.view(4, 2)
+    for first, second in ((memory[:4], memory[3:7]), (memory[2:6], memory[:4]), (pairs[:, 1], pairs[:, 1])):
+        with pytest.raises(errors.ArgumentError, match="positions shares memory with batch_indices"):
+            page.get_batch_indices_positions(*tables, 4, first, second)
+    assert memory.tolist() == [7] * 8
+    page.get_batch_indices_positions(*tables, 4, *pairs.unbind(1))
+    assert pairs.tolist() == [[0, 1], [0, 2], [1, 0], [1, 1]]
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="offsets on the host")
 def test_offsets_that_fall_are_refused() -> None:
     with pytest.raises(errors.PageTableError, match="append_indptr falls from 4 to 2 at request 1"):
@@ -54,6 +79,19 @@ def test_seq_lens() -> None:
     assert page.get_seq_lens(int32(0), int32(), 16).tolist() == []
     columns = int32(0, 0, 2, 3, 2, 9, 5, 16).view(4, 2)
     assert page.get_seq_lens(columns[:, 0], columns[1:, 1], 16).tolist() == [19, 0, 48]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="page tables on the host")
+def test_page_tables_of_the_lengths_are_checked() -> None:
+    for indptr, last, message in (
+        (int32(0, 3, 2), int32(1, 1), "kv_indptr falls from 3 to 2 at request 1; expected values that never decrease"),
+        (int32(-1, 3), int32(1), "kv_indptr starts at -1; expected 0 or more"),
+        (int32(0, 3, 4), int32(4, 5), r"kv_last_page_len\[1\] is 5; expected 1 to page_size 4"),
+        (int32(0, 3, 4), int32(0, 4), r"kv_last_page_len\[0\] is 0; expected 1 to page_size 4"),
+    ):
+        with pytest.raises(errors.PageTableError, match=f"^get_seq_lens: {message}"):
+            page.get_seq_lens(indptr, last, 4)
+    assert page.get_seq_lens(int32(2, 5, 5), int32(4, 9), 4).tolist() == [12, 0]
 
 
 def test_lengths_are_moved_to_the_device_of_the_offsets() -> None:
@@ -82,6 +120,28 @@ def test_append(form: str, kv_layout: str) -> None:
         k, v, batch, positions, r.cache(form), r.table[1], r.table[0], r.table[2], kv_layout=kv_layout
     )
     assert torch.equal(r.batch.memory[0], whole.nan_to_num())
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+def test_one_tensor_as_both_caches(traced: bool) -> None:
+    """It has room for keys that are the values, and its parts for both."""
+    cache, places = torch.zeros(3, 4, 2, 16, device=DEVICE), (int32(0, 0, 1), int32(0, 1, 0))
+    table = int32(2, 0), int32(0, 1, 2), int32(2, 1)
+    k, v = torch.randn(2, 3, 2, 16, device=DEVICE)
+
+    def append(k: torch.Tensor, v: torch.Tensor, *caches: torch.Tensor) -> None:
+        page.append_paged_kv_cache(k, v, *places, caches, *table)
+
+    append = torch.compile(append, fullgraph=True, backend="eager") if traced else append
+    with pytest.raises(Exception, match="k_cache and v_cache are one tensor, and k and v are not") as raised:
+        append(k, v, cache, cache)
+    assert traced or raised.type is errors.ArgumentError
+    assert not cache.any()
+    append(k, k, cache, cache)
+    assert torch.equal(cache[2, :2], k[:2])
+    halves = cache[..., :8], cache[..., 8:]
+    append(k[..., :8], v[..., :8], *halves)
+    assert torch.equal(cache[0, 0], torch.cat((k[2, :, :8], v[2, :, :8]), -1))
 
 
 def test_append_latent() -> None:
@@ -126,5 +186,5 @@ def test_segments_lie_within_their_elements() -> None:
     packed, byte_indptr = flashinfer.segment_packbits(x, int32(2, 5, 12), "little")
     assert packed.tolist() == [0b111, 0b1111111]
     assert byte_indptr.tolist() == [0, 1, 2]
-    with pytest.raises(errors.ShapeError, match="indptr ends at 13 and x has 12; expected it within x; correct it"):
+    with pytest.raises(errors.ShapeError, match="indptr ends at 13 and x has 12; expected at most 12; correct it"):
         flashinfer.segment_packbits(x, int32(2, 5, 13))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.page_tables import items
 from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 import attn_ops as flashinfer
-from attn_ops.errors import CapacityError, OptionError
+from attn_ops.errors import ArgumentError, CapacityError, OptionError
 from attn_ops.frontend import call_plans
 from attn_ops.plan.state import DecodePlan, PlanProblem, allocate_decode
 
@@ -105,6 +106,36 @@ def test_workspace_size_counts_partial_results() -> None:
     assert prefill.workspace_size(r.qo_indptr, *r.table, *r.sizes, disable_split_kv=True)[0] == 0
     short = batch("prefill", (64, 3, 9))
     assert prefill.workspace_size(short.qo_indptr, *short.table, *short.sizes, fixed_split_size=4)[0] == 0
+
+
+def test_workspace_size_of_rows_that_are_causal_or_not() -> None:
+    r = Requests((704, 704), (704, 704))
+    arguments, decode = (*r.table, *r.sizes), flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    options: dict[str, Any] = {"fixed_split_size": 4, "q_len_per_req": 704}
+    size = decode(workspace(SCRATCH)).workspace_size
+    causal, every_key = (size(*arguments, **options, is_causal=flag)[0] for flag in (True, False))
+    assert size(*arguments, **options)[0] == causal < every_key
+    wrapper = decode(workspace(causal))
+    wrapper.plan(*arguments, **options)
+    with pytest.raises(CapacityError, match=f"has {causal} bytes; expected at least {every_key} bytes"):
+        wrapper.plan(*arguments, **options, is_causal=False)
+
+
+def test_workspace_size_of_decode_takes_the_arguments_of_plan() -> None:
+    """By position they come in FlashInfer's order, which has no ``non_blocking`` here."""
+    r, wrapper = Requests((700, 3)), flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(SCRATCH))
+    size = wrapper.workspace_size
+    dtypes = "float16", None, None, None
+    by_position = size(*r.table, *r.sizes, "NONE", -1, None, *dtypes, *[None] * 5, 4, False, 1)
+    assert by_position == size(*r.table, *r.sizes, fixed_split_size=4) != size(*r.table, *r.sizes)
+    plan, own = (list(inspect.signature(method).parameters) for method in (wrapper.plan, size))
+    assert own == [name for name in plan if name != "non_blocking"]
+    with pytest.raises(ArgumentError, match=r"\.workspace_size: window_left is 'x', of type str; expected an integer"):
+        size(*r.table, *r.sizes, window_left="x")
+    with pytest.raises(OptionError, match=r"\.workspace_size: window_right is 3, which is not supported"):
+        size(*r.table, *r.sizes, window_right=3)
+    with pytest.raises(TypeError, match="casual"):
+        size(*r.table, *r.sizes, casual=True)
 
 
 def test_workspace_size_in_cuda_graph_mode_counts_the_capacity() -> None:

@@ -141,6 +141,24 @@ CASES: dict[str, Case] = {
         errors.DTypeError,
         "the KV cache dtype is float16; expected bfloat16 as planned",
     ),
+    **{
+        f"{name} that nothing computes with": (
+            lambda name=name, dtype=dtype: decode(**{name: dtype}),
+            errors.DTypeError,
+            f"BatchDecodeWithPagedKVCacheWrapper.plan: {name} is {shown}; expected float16, bfloat16, float32, "
+            "float8_e4m3fn or float8_e5m2; convert the tensor",
+        )
+        for name, dtype, shown in (
+            ("q_data_type", "int8", "int8"),
+            ("kv_data_type", "torch.float64", "float64"),
+            ("data_type", torch.int32, "int32"),
+        )
+    },
+    "dtype of an MLA cache that nothing computes with": (
+        lambda: latent_of(DTYPES, kv_data_type=torch.int8),
+        errors.DTypeError,
+        "BatchMLAPagedAttentionWrapper.plan: kv_data_type is int8; expected float16, bfloat16, float32",
+    ),
     "dtype name": (lambda: decode(q_data_type="half16"), errors.DTypeError, "q_data_type is 'half16'"),
     "output dtype": (
         lambda: decode(o_data_type=torch.float64),
@@ -166,7 +184,7 @@ CASES: dict[str, Case] = {
     "no rows of run": (
         lambda: decode().run(R.q, R.cache(), q_len_per_req=0),
         errors.OptionError,
-        "q_len_per_req is 0; expected 1 or more",
+        "q_len_per_req is 0; expected at least 1",
     ),
     "rows of prefill": (lambda: prefill().run(P.q[1:], P.cache()), errors.ShapeError, "45 rows; expected 46"),
     "keys of ragged prefill": (
@@ -405,23 +423,23 @@ CASES: dict[str, Case] = {
         errors.DTypeError,
         "qo_indptr is float32; expected int32 or int64",
     ),
-    "page size of attention": (lambda: attention(page_size=0), errors.OptionError, "page_size is 0; expected 1 or"),
+    "page size of attention": (lambda: attention(page_size=0), errors.OptionError, "page_size is 0; expected at least"),
     "page size of MLA": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
             P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 0
         ),
         errors.OptionError,
-        "page_size is 0; expected 1 or more",
+        "page_size is 0; expected at least 1",
     ),
     "page size of decoding": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 0),
         errors.OptionError,
-        "page_size is 0; expected 1 or more",
+        "page_size is 0; expected at least 1",
     ),
     "no query heads planned": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 0, 2, 64, 16),
         errors.OptionError,
-        "num_qo_heads is 0; expected 1 or more",
+        "num_qo_heads is 0; expected at least 1",
     ),
     "out that requires grad": (
         lambda: run_decode(out=empty(4, 4, 64).requires_grad_()),
@@ -472,7 +490,7 @@ CASES: dict[str, Case] = {
             P.qo_indptr, *P.table[:2], P.seq_lens, 4, 0, 64, 16
         ),
         errors.OptionError,
-        "head_dim_ckv is 0; expected 1 or more",
+        "head_dim_ckv is 0; expected at least 1",
     ),
     "MLA query of one part": (
         lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).run(
@@ -552,13 +570,13 @@ CASES: dict[str, Case] = {
     ),
     "too many levels": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(1025, workspace()),
-        errors.ShapeError,
+        errors.OptionError,
         "num_levels is 1025; expected at most 1024",
     ),
     "no levels": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(0, workspace()),
-        errors.ShapeError,
-        "num_levels is 0; expected 1 or more",
+        errors.OptionError,
+        "num_levels is 0; expected at least 1",
     ),
     "the other layout": (
         lambda: decode().run(R.q, tuple(t.transpose(1, 2) for t in R.cache())),
@@ -649,7 +667,7 @@ def test_a_dtype_error_is_a_type_error_and_a_value_error() -> None:
 def test_sizes_are_checked_alike_by_plan_and_workspace_size(method: str) -> None:
     name = f"BatchDecodeWithPagedKVCacheWrapper.{method}"
     call = getattr(decode(), method)
-    with pytest.raises(errors.OptionError, match=rf"^{name}: num_qo_heads is 0; expected 1 or more; change it$"):
+    with pytest.raises(errors.OptionError, match=rf"^{name}: num_qo_heads is 0; expected at least 1; change it$"):
         call(*R.table, 0, *R.sizes[1:])
     with pytest.raises(errors.ShapeError, match=rf"^{name}: 4 query heads do not share 3 KV heads evenly"):
         call(*R.table, 4, 3, *R.sizes[2:])

@@ -16,7 +16,7 @@ from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import offsets, seen
 from attn_ops.plan.state import INT32_MAX
 from attn_ops.policy import FLASH_ATTENTION
-from attn_ops.typed import check_real, flags, integers
+from attn_ops.typed import check_real, integers, optional_flags
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -51,8 +51,7 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
 
     Outside traced code the pair may be a tensor of integers on the host.
     """
-    if causal is not None:
-        flags(where, causal=causal)
+    optional_flags(where, causal=causal)
     if isinstance(window_size, Tensor) and _is_pair_on_host(window_size):
         window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
@@ -127,7 +126,9 @@ class Descales(NamedTuple):
     def of_rows(
         self, where: str, q: Tensor, k: Tensor, requests: int, cu_seqlens_q: Tensor | None = None
     ) -> ScaleFactors:
-        """For the query ``q [rows, num_heads, head_dim]`` of so many requests; without ``cu_seqlens_q`` of equal rows.
+        """Factors for the query ``q [rows, num_heads, head_dim]`` of so many requests.
+
+        Without ``cu_seqlens_q``, requests have equal numbers of rows.
 
         ``k [..., num_kv_heads, head_dim]``, of the dtype of the values. A scale of several values becomes one of each
         row and query head.

@@ -53,7 +53,7 @@ class CacheLengths(NamedTuple):
 
     @classmethod
     def of(cls, where: str, name: str, seqlens: Any, cumulative: Tensor | None = None) -> CacheLengths:
-        """Of an argument ``name``, a tensor, an integer of any type, or None."""
+        """The lengths in an argument ``name``: a tensor, an integer of any type, or None."""
         taken = seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int)
         if isinstance(seqlens, bool) or not (taken or hasattr(seqlens, "__index__")):
             shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
@@ -297,12 +297,12 @@ class CacheBatch(NamedTuple):
         found = shared(key, tensors, self.device, lambda: self.make(where), self.places if any(self._given) else 0)
         if is_traced() or self.device.type != "cpu":
             return found
-        given = [t is not None for t in self._lengths_and_tables()]
-        without_tensors = self._of([None] * len(given))
+        present = [t is not None for t in self._lengths_and_tables()]
+        without_tensors = self._of([None] * len(present))
 
         def replan(*tensors: Tensor) -> SchedulerMetadata:
             slots = iter(tensors)
-            batch = without_tensors._of([next(slots) if is_given else None for is_given in given])
+            batch = without_tensors._of([next(slots) if is_present else None for is_present in present])
             made: SchedulerMetadata = batch.metadata(where, None).value
             return made
 
@@ -347,7 +347,7 @@ class CacheArguments(NamedTuple):
     v: Tensor | None = None
 
     def in_order(self, op: str) -> list[Tensor]:
-        """Those of queries, caches and new tokens, as ``op`` takes them."""
+        """The queries, caches and new tokens that are given, in the order of ``op``."""
         given: tuple[Tensor | None, ...] = (self.q, self.k_cache, self.v_cache, self.k, self.v)
         if op == "batch_mla":
             given = (self.qv, self.q, self.v_cache, self.k_cache, self.v, self.k)
@@ -376,7 +376,7 @@ class CacheTensors(NamedTuple):
         new: tuple[Tensor, Tensor] | None,
         decode: bool,
     ) -> CacheTensors:
-        """Of FlashAttention's arguments. ``qv`` is the latent query of MLA, whose values are the latents."""
+        """From FlashAttention's arguments. ``qv`` is the latent query of MLA, whose values are the latents."""
         if qv is None:
             return cls("batch_decode" if decode else "batch_prefill", (q,), caches, new)
         kpe, ckv = (t.squeeze(-2) for t in caches)

@@ -59,7 +59,7 @@ def check_requests(
 def check_latent(
     where: str, q: Tensor, qv: Tensor | None, caches: tuple[Tensor, Tensor], options: AttentionOptions
 ) -> None:
-    """Of a latent query and its caches, if there is one."""
+    """Check a latent query, if there is one, and its caches."""
     if qv is None:
         return
     if options.window_right >= 0:

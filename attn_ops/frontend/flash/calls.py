@@ -31,6 +31,8 @@ from attn_ops.symbolic_sizes import at_most
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
 VARLEN = "[tokens, num_heads, head_dim]"
+DENSE_CACHE = "[batch_cache, seqlen_cache, num_kv_heads, head_dim]"
+PAGED_CACHE = "[pages, page_size, num_kv_heads, head_dim]"
 
 
 class Result(NamedTuple):
@@ -41,7 +43,7 @@ class Result(NamedTuple):
     out: Tensor | None = None
 
     def spec(self, q: Tensor) -> OutputSpec:
-        """For a query of ``q``'s dtype."""
+        """The output spec for a query of ``q``'s dtype."""
         return OutputSpec(
             self.out,
             return_lse=self.return_lse,
@@ -101,7 +103,7 @@ def _finalize(finalize: Callable[..., Any], result: Result, *outputs: Tensor) ->
 
 
 def check_heads(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> None:
-    """Of ``[..., heads, head_dim]``: heads have elements, and those of ``k`` divide those of ``q`` evenly."""
+    """Heads of ``[..., heads, head_dim]`` have elements, and those of ``k`` divide those of ``q`` evenly."""
     latent = 0 if qv is None else qv.shape[-1]
     positive(where, num_heads=q.shape[-2], head_dim=q.shape[-1] + latent, head_dim_v=v.shape[-1])
     check_groups(where, q.shape[-2], k.shape[-2])

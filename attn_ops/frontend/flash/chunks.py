@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, qo_indptr: Tensor, kv_lens: Tensor, chunk: int, bound: int, all_keys: bool) -> Chunks:
-        """Of ``chunk`` keys each; ``bound`` is at least their number, and those beyond it have no rows and no keys.
+        """Chunks of ``chunk`` keys each; ``bound`` is at least their number. Those beyond it have no rows and no keys.
 
         ``all_keys``: also chunks without rows, so that the chunks of a request have all its keys.
         """
@@ -83,7 +83,7 @@ class PagedChunks(NamedTuple):
     def of(
         cls, qo_indptr: Tensor, table: Tensor, kv_lens: Tensor, page_size: int, chunk: int, rows: int
     ) -> PagedChunks:
-        """Of ``table [batch, pages]``, whose pages divide ``chunk``, for ``rows`` query rows."""
+        """Chunks of ``table [batch, pages]``, whose pages divide ``chunk``, for ``rows`` query rows."""
         batch, width = table.shape
         if not batch:
             return cls(qo_indptr, table, kv_lens)

@@ -37,7 +37,7 @@ class SchedulerMetadata(NamedTuple):
 
     @classmethod
     def without_append(cls, plan: DecodePlan | PrefillPlan, form: BatchForm, device: torch.device) -> SchedulerMetadata:
-        """Of a step that appends no tokens."""
+        """The metadata of a step that appends no tokens."""
         return cls(plan, form.as_shape_tensor(device), *nothing_appended(device), *nothing_appended(device))
 
 

@@ -32,7 +32,7 @@ class Used(NamedTuple):
 
     @classmethod
     def of(cls, where: str, side: str, cu_seqlens: Tensor, seqused: Tensor, t: Tensor) -> Used:
-        """Of the tokens of ``t``, by ``cu_seqlens_{side}`` and ``seqused_{side}``."""
+        """The used tokens of ``t``, by ``cu_seqlens_{side}`` and ``seqused_{side}``."""
         name = f"cu_seqlens_{side}"
         batch, tokens, device = requests_of(where, name, cu_seqlens), t.shape[0], t.device
         begins = offsets(where, name, cu_seqlens, batch, side, tokens).to(device)
@@ -66,7 +66,7 @@ class Used(NamedTuple):
         return tuple(None if t is None else t[self.source] for t in tensors.values())
 
     def spread(self, result: Any, return_lse: bool, out: Tensor | None) -> Any:
-        """Of results of used rows, which ``out`` may hold, those of all rows: 0 and -inf for the others."""
+        """The results of all rows, from those of used rows, which ``out`` may hold: 0 and -inf for the others."""
         packed, lse = result if return_lse else (result, None)
         bits = packed.view(torch.uint8) if packed.dtype in FP8 else packed  # bits of 0 are 0
         spread = torch.where(self.used[:, None, None], bits[self.place], 0).view(packed.dtype)

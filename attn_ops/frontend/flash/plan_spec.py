@@ -1,12 +1,17 @@
-"""Plan specs of FlashAttention's calls, and of the metadata that is made for them. The two must be equal."""
+"""Plan specs of FlashAttention's calls, and of the metadata that is made for them.
+
+The two must be equal, except for a float32 query over an FP8 cache: metadata knows the dtype of the cache alone.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.flash.arguments import Window
 from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.plan.resizable import PlanSpec
 
 
@@ -24,6 +29,7 @@ def spec_of_sizes(
     head_dims: tuple[int, int],
     page_size: int,
     window: Window | AttentionOptions,
+    q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     *,
     decode: bool,
@@ -33,8 +39,10 @@ def spec_of_sizes(
     Args:
         heads: query heads and KV heads.
         head_dims: of keys, both parts of MLA together, and of values.
+        q_dtype: dtype of the query; that of the cache if it is not known.
         kv_dtype: dtype of the cache.
     """
+    general = needs_general_decode(computed_dtype(q_dtype, kv_dtype), kv_dtype, "NONE")
     return PlanSpec(
         decode=decode,
         paged=True,
@@ -46,6 +54,7 @@ def spec_of_sizes(
         window_left=window.window_left,
         causal=window.causal and not decode,
         window_right=-1 if decode else window.window_right,
+        general_decode=decode and general,
         fp8_decode=decode and kv_dtype in FP8,
     )
 
@@ -55,4 +64,4 @@ def cache_spec(
 ) -> PlanSpec:
     """:func:`spec_of_sizes` of caches ``[places, page_size, num_kv_heads, head_dim]``."""
     head_dims = q.shape[-1] + (0 if qv is None else qv.shape[-1]), v.shape[-1]
-    return spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, k.dtype, decode=decode)
+    return spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, q.dtype, k.dtype, decode=decode)

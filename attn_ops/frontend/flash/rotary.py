@@ -19,6 +19,7 @@ from attn_ops.errors import (
 )
 from attn_ops.frontend.autocast import joined
 from attn_ops.plan.page_table import seen
+from attn_ops.typed import optional_flags
 
 
 class Rotary(NamedTuple):
@@ -37,6 +38,7 @@ class Rotary(NamedTuple):
         cls, where: str, cos: Tensor | None, sin: Tensor | None, interleaved: bool, head_dim: int, device: torch.device
     ) -> Rotary | None:
         """The checked tables, None without them."""
+        optional_flags(where, rotary_interleaved=interleaved)
         if cos is None and sin is None:
             return None
         if cos is None or sin is None:

@@ -96,7 +96,7 @@ def get_scheduler_metadata(
     check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     window = arguments.window(where, window_size, causal)
     value_dim = headdim if headdim_v is None else headdim_v
-    tensors = (cache_seqlens, table, cu_seqlens_q)
+    tensors = (cache_seqlens, table, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, cache_batch_idx)
     found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
     on = torch.device(device) if device is not None else found or torch.empty(0).device
     spec = spec_of_sizes(
@@ -104,6 +104,7 @@ def get_scheduler_metadata(
         (headdim + (value_dim if has_qv else 0), value_dim),
         max_seqlen_k if page_size is None else page_size,
         window,
+        qkv_dtype,
         qkv_dtype,
         decode=runs_decode(max_seqlen_q if cu_seqlens_q is None else None, has_qv, chunk),
     )

@@ -46,7 +46,7 @@ def _attention(
     options: AttentionOptions,
     names: tuple[str, str] = ("k", "v"),
 ) -> Problem:
-    """What every attention op checks once its keys and values are well formed; ``page_size`` 0: no pages.
+    """The checks of every attention op once its keys and values are well formed; ``page_size`` 0: no pages.
 
     ``names``: the arguments that ``k`` and ``v`` are.
     """

@@ -121,7 +121,7 @@ class OpChecker:
             self.tensor("mask", o.mask, "[bytes]", (torch.uint8,), q)
 
     def kv_dtype(self, **tensors: Tensor) -> None:
-        """Of the query and the two tensors that it attends to, by name."""
+        """The dtypes of the query and the two tensors that it attends to, by name."""
         (query, q), (first, k), (second, v) = tensors.items()
         if k.dtype != v.dtype:
             self.fail(
@@ -242,10 +242,10 @@ class OpChecker:
 
 
 MAX_COORDINATE = 1 << 31
-"""What the coordinates of a tensor map are below."""
+"""Exclusive bound on the coordinates of a tensor map."""
 
 MAX_STRIDE_BYTES = 1 << 40
-"""What the strides of a tensor map are below."""
+"""Exclusive bound on the strides of a tensor map."""
 
 MAX_JOINED_ELEMENTS = ALIGNMENT // 2 * MAX_COORDINATE
 """Elements of 16 bits that one coordinate reaches in the smallest steps, of 16 bytes."""

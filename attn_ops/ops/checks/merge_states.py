@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ShapeError, dtype_name
+from attn_ops.errors import DTypeError, ShapeError, dtype_name
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker, memory_layout
 from attn_ops.ops.options import FLOATS
@@ -26,7 +26,7 @@ def _states(op: OpChecker, v: Tensor, s: Tensor, dims: str, like: Tensor | None,
 def _check_same_form(op: OpChecker, a: Tensor, b: Tensor, name_a: str, name_b: str) -> None:
     if a.shape != b.shape or a.dtype != b.dtype:
         op.fail(
-            ShapeError,
+            DTypeError if a.shape == b.shape else ShapeError,
             f"{name_b} is {list(b.shape)} {dtype_name(b.dtype)}",
             f"{list(a.shape)} {dtype_name(a.dtype)} as {name_a}",
             "make the two agree",

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.errors import DTypeError, OptionError, dtype_name
+from attn_ops.errors import ArgumentError, DTypeError, OptionError, dtype_name
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker, caches
 from attn_ops.ops.options import FLOATS, FP8
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import INT32_MAX
-from attn_ops.symbolic_sizes import guard_or_false
+from attn_ops.symbolic_sizes import guard_or_false, same_elements
 
 
 def _places(
     op: OpChecker, new: Tensor, batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor
 ) -> None:
-    """Where the rows of ``new`` go."""
+    """The tensors that place the rows of ``new`` in the cache."""
     for name, t in (("batch_indices", batch_indices), ("positions", positions)):
         op.tensor(name, t, "[nnz]", (torch.int32,), new)
         op.size(name, "tokens", t.shape[0], new.shape[0], "the appended rows")
@@ -58,6 +58,13 @@ def append_kv(
         op.size(name, "head_dim", int(t.shape[2]), int(cache.shape[3]), f"{name}_cache")
         _same_dtype(op, name, t, cache)
         op.no_overlap(f"{name}_cache", cache)
+    if same_elements(k_cache, v_cache) and not same_elements(k, v):  # keys that are the values may have one cache
+        op.fail(
+            ArgumentError,
+            "k_cache and v_cache are one tensor, and k and v are not",
+            "a cache for each",
+            "pass two tensors, or cache[:, 0] and cache[:, 1] of one",
+        )
     _places(op, k, batch_indices, positions, kv_indices, kv_indptr)
     op.no_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     return Problem(
