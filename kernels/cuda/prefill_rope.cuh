@@ -11,16 +11,17 @@ namespace {
 using Rotation = RowRotation<kDimQk, 32 * kConverterWarps>;
 using RopeAngles = Rotation::OwnAngles;
 using RopeTurns = Rotation::OwnTurns;
-static_assert(kRowBytes == 128);
+static_assert(kRowBytes == 128 && kPackedRows % Rotation::kRowsOfStep == 0);
 
 DEVICE void rotate_queries(
     const Rotation& rotation, uint32 queries, const Problem& p, const QueryBlock& block, const RopeTurns& turns) {
   const DivideByGroup row_of(p.group);
   const int position = block.position, first = block.remainder + rotation.row;
+  const int rows = min(p.block_rows(), block.stored * p.group - block.remainder);  // that are stored
 #pragma unroll 1
-  for (int i = 0; i < p.block_rows(); i += kPackedRows)
-    rotation.rotate_rows<kPackedRows, kGroupBytes, kPackedRows * kRowBytes>(
-        queries + i / kPackedRows * kQueryBytes,
+  for (int i = 0; i < rows; i += kPackedRows)
+    rotation.rotate_rows<kGroupBytes, kPackedRows * kRowBytes>(
+        queries + i / kPackedRows * kQueryBytes, min(rows - i, kPackedRows),
         [&](int row) { return RopeAngles(turns, position + row_of(first + i + row)); });
 }
 

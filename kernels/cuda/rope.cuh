@@ -93,14 +93,13 @@ struct RowRotation {
     store_shared(at_second, __uint_as_float(pack(y[0], y[1])), __uint_as_float(pack(y[2], y[3])));
   }
 
-  // ROWS rows of a tile, whose groups of 8 rows are GROUP bytes apart. `angles_of(i)` are those of the row that is `i`
-  // after the first of this thread, in ascending order.
-  template <int ROWS, int GROUP, int COLUMN, class AnglesOf>
-  DEVICE void rotate_rows(uint32 tile, AnglesOf angles_of) const {
-    static_assert(ROWS % kRowsOfStep == 0);
+  // The first `rows` rows of a tile, in whole steps. Its groups of 8 rows are GROUP bytes apart. `angles_of(i)` are
+  // those of the row that is `i` after the first of this thread, in ascending order.
+  template <int GROUP, int COLUMN, class AnglesOf>
+  DEVICE void rotate_rows(uint32 tile, int rows, AnglesOf angles_of) const {
     const uint32 block = tile + row / 8 * GROUP + column / kColumns * COLUMN;
 #pragma unroll 1
-    for (int first = 0; first < ROWS; first += kRowsOfStep)
+    for (int first = 0; first < rows; first += kRowsOfStep)
 #pragma unroll
       for (int i = 0; i < kRowsOfStep; i += kRowsAtOnce) {
         const int in_group = (row + i) % 8, chunk = column % kColumns / 8;
@@ -113,8 +112,9 @@ struct RowRotation {
   // kRowsAtOnce positions.
   template <int ROWS, int GROUP, int COLUMN>
   DEVICE void rotate_keys(uint32 tile, int position, const OwnTurns& turns, const OwnAngles& step) const {
+    static_assert(ROWS % kRowsOfStep == 0);
     OwnAngles angles(turns, position + row);
-    rotate_rows<ROWS, GROUP, COLUMN>(tile, [&](int) {
+    rotate_rows<GROUP, COLUMN>(tile, ROWS, [&](int) {
       const OwnAngles of_row = angles;
       angles.add(step);
       return of_row;

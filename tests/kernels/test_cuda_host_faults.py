@@ -208,8 +208,8 @@ ROPE_FAULTS = {
     "angles of the first row for all": Planted(Fault("angles.add(step);", ""), "differs"),
     "positions of the query tile": Planted(
         Fault(
-            "return Angles(frequencies, position + row_of(first + i + row));",
-            "return Angles(frequencies, row_of(first + i + row));",
+            "return RopeAngles(turns, position + row_of(first + i + row));",
+            "return RopeAngles(turns, row_of(first + i + row));",
         ),
         "differs",
     ),
