@@ -6,8 +6,6 @@ FlashInfer's names and arguments; shapes and meaning as in the user guide (docs/
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
 from attn_ops.frontend.plan_spec import splitting
 from attn_ops.frontend.planned_batch import Batch
-from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch, with_arguments_of
+from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
@@ -305,13 +303,62 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         return Batch("batch_decode" if decode else "batch_prefill", pages, spec, given, dtypes)
 
     @typed
-    @with_arguments_of(prepare_plan, but=("non_blocking",))  # FlashInfer has it in plan() alone
-    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def workspace_size(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType | None = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
+        is_causal: bool | None = None,
+    ) -> tuple[int, int]:
         """Bytes that plan() with these arguments needs of the float workspace, and bytes of integers it holds."""
         where = f"{self._name}.workspace_size"
-        given = inspect.signature(self.workspace_size).bind(*args, **kwargs)
-        given.apply_defaults()
-        return self._sizes(where, self._batch(where, **_batch_arguments(given.arguments)))
+        batch = self._batch(
+            where,
+            indptr=indptr,
+            indices=indices,
+            last_page_len=last_page_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            data_type=data_type,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            q_len_per_req=q_len_per_req,
+            window_right=window_right,
+            is_causal=is_causal,
+        )
+        return self._sizes(where, batch)
 
     @typed
     @prepared
@@ -405,11 +452,6 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         output = OutputSpec(return_lse=return_lse)
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
-
-
-def _batch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of plan() but for those that repeat the page table."""
-    return {name: value for name, value in given.items() if name not in ("block_tables", "seq_lens")}
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

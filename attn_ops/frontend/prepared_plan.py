@@ -6,9 +6,8 @@ A call like the last one, for tensors of the same shapes, only writes the plan, 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from attn_ops.frontend.planned_batch import Batch, PlannedBatch
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 _SCALARS = (int, float, str, type(None), torch.dtype)
 """Arguments of plan() that are compared by value. bool is an int."""
@@ -156,19 +154,3 @@ def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
     del plan.__annotations__["return"]
     plan.__annotations__["return"] = "None"
     return typed(plan)  # type: ignore[arg-type]
-
-
-def with_arguments_of(
-    prepare_plan: Callable[..., Any], but: Sequence[str]
-) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Decorator: the method shows the arguments of ``prepare_plan()`` without ``but``, which it takes as ``*args``."""
-    parameters = [p for name, p in inspect.signature(prepare_plan).parameters.items() if name not in but]
-    annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
-
-    def decorate(method: Callable[..., R]) -> Callable[..., R]:
-        result = method.__annotations__["return"]
-        method.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
-        method.__annotations__ = {**annotations, "return": result}
-        return method
-
-    return decorate
