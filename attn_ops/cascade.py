@@ -69,7 +69,7 @@ def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[
     """Row r of the result merges states ``indptr[r]`` to ``indptr[r + 1]`` of ``v [states, heads, head_dim]``."""
     where = "variable_length_merge_states"
     offsets = index(where, "indptr", indptr)
-    if seen(offsets) and offsets.numel():
+    if seen(offsets) and offsets.numel() and v.dim():
         check_indptr("indptr", offsets, where, later=True)
         states, end = v.shape[0], int(offsets[-1])
         if end > states:

@@ -40,7 +40,7 @@ from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, bounded, mla_s
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
-from attn_ops.typed import integers, typed
+from attn_ops.typed import integers, optional_flags, typed
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -168,6 +168,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         kpe = MLA_DIMS[1] if head_dim_kpe is None else head_dim_kpe
         positive(where, head_dim_ckv=ckv)
         integers(where, head_dim_kpe=kpe)
+        optional_flags(where, causal=causal)
         spec = PlanSpec(
             decode=False,
             paged=True,
@@ -290,6 +291,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             {"bmm1_scale": bmm1_scale, **of_cache},
             {"bmm2_scale": bmm2_scale, "ckv_scale": ckv_scale, "o_scale": reciprocal(where, "o_scale", o_scale)},
         )
+        optional_flags(where, return_lse_base_on_e=return_lse_base_on_e)
         output = OutputSpec(out, lse, return_lse, dtype, "ln" if return_lse_base_on_e else self._lse_base or "log2")
         sm_scale = None if bmm1_scale is None else 1.0  # whose place bmm1_scale takes
         tensors = nope, pe, ckv, kpe

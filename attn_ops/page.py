@@ -62,6 +62,12 @@ def get_batch_indices_positions(
     return first, second
 
 
+def _range(x: Tensor) -> tuple[int, int]:
+    """The smallest and the largest element, 0 and 0 of none."""
+    least, most = x.aminmax() if x.numel() else (0, 0)
+    return int(least), int(most)
+
+
 @typed
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """int32 ``[batch]``, tokens of each request: ``(pages - 1) * page_size + last``, 0 where there is no page."""
@@ -70,9 +76,12 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     indptr = index(where, "kv_indptr", kv_indptr)
     last = index(where, "kv_last_page_len", kv_last_page_len)
     if seen(indptr):
-        check_indptr("kv_indptr", indptr, where, later=True)
-        pages = indptr.long().diff().tolist()
-        longest = max(pages, default=0)
+        if indptr.dim() != 1 or indptr.shape[0] < 2:
+            check_indptr("kv_indptr", indptr, where, later=True)
+        pages = indptr.long().diff()
+        fewest, longest = _range(pages)
+        if fewest < 0 or _range(indptr)[0] < 0:
+            check_indptr("kv_indptr", indptr, where, later=True)
         if longest * page_size > INT32_MAX:
             fail(
                 PageTableError,
@@ -81,9 +90,10 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
                 f"at most {INT32_MAX}, an int32",
                 "correct kv_indptr or page_size",
             )
-        if seen(last) and page_size > 0:
-            for b, (count, tokens) in enumerate(zip(pages, last.tolist(), strict=False)):
-                check_last_page_len(b, count, tokens, page_size, where)
+        shortest, fullest = _range(last) if seen(last) and last.shape == pages.shape else (1, 1)
+        if not 1 <= shortest <= fullest <= page_size and page_size > 0:
+            for b in ((pages > 0) & ((last < 1) | (last > page_size))).nonzero()[:1].flatten().tolist():
+                check_last_page_len(b, int(pages[b]), int(last[b]), page_size, where)
     return torch.ops.attn.seq_lens(indptr, last.to(indptr.device), page_size)
 
 

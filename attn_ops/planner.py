@@ -71,8 +71,8 @@ class DecodePlanner(PlannerBase):
         cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
         num_ctas: CTAs that divide the work of one KV head. Default: two per SM in all, and one on Hopper for sizes that
             ``cuda.decode`` takes, where a CTA has two KV heads if their number is even: of 64, and of 128 with
-            ``fp8_cache``. Calls that the general kernel runs over a plan of one per SM, with ALiBi or a float32 query,
-            are faster with two.
+            ``fp8_cache``. Calls that the general kernel runs over a plan of one per SM, with ALiBi, a float32 query or
+            RoPE over an FP8 cache, are faster with two.
         context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
             plan() takes and the capacities are those of all ranks; the plan has this rank's pages.
         head_shards: ranks that the heads are divided over (:mod:`attn_ops.distributed`). The head counts are those of

@@ -47,7 +47,7 @@ from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.typed import typed
+from attn_ops.typed import flags, typed
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -352,6 +352,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         sized = num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo
         kwargs.pop("non_blocking", None)
         given = self._size_signature.bind(*tables, *sized, *args, head_dim=head_dim, **kwargs).arguments
+        flags(where, causal=given.get("causal", False))
         spec = prefill_spec(where, num_qo_heads, num_kv_heads, head_dim, head_dim_qk, head_dim_vo, page_size)
         masked = any(given.get(mask) is not None for mask in ("custom_mask", "packed_custom_mask", "prefix_len_ptr"))
         spec = spec._replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def _guards() -> Any:
@@ -75,12 +76,16 @@ def overlapping_dim(t: torch.Tensor) -> int | None:
 
 
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are one, or views of the same elements. Those of a fake tensor have no address."""
+    """Whether two tensors are one, or views of the same elements. Adds no guard."""
     if a is b:
         return True
-    if type(a) is not torch.Tensor or type(b) is not torch.Tensor:
+    if type(a) is type(b) is torch.Tensor:
+        return 0 != a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    # A fake tensor has no address.
+    if a.dim() != b.dim() or StorageWeakRef(a.untyped_storage()) != StorageWeakRef(b.untyped_storage()):
         return False
-    return 0 != a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    pairs = zip((a.storage_offset(), *a.shape, *a.stride()), (b.storage_offset(), *b.shape, *b.stride()), strict=True)
+    return all(statically_known_true(x == y) for x, y in pairs)
 
 
 def decide(condition: bool) -> bool:

@@ -19,7 +19,7 @@ from attn_ops.frontend.sparse_base import SparseWrapper, check_encoding, fitted_
 from attn_ops.plan.block_sparse import check_sizes, divide_rows, offsets_of, query_offsets
 from attn_ops.plan.page_table_checks import INTEGERS
 from attn_ops.sparse_planner import fold_heads, unfold_heads
-from attn_ops.typed import typed
+from attn_ops.typed import optional_flags, typed
 
 MAX_PAGE = 64
 """Keys of the largest page of variable blocks, a power of 2. A kernel is compiled for each size of pages."""
@@ -192,6 +192,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
                     fix = "call plan() for these sizes first"
                     fail(ShapeError, where, f"{name} is {shape_of(t)}", f"{shape_of(wanted)} as planned", fix)
         q, k = self._rotated(where, q, k, changes, "HND")
+        optional_flags(where, return_lse=return_lse)
         output = OutputSpec(return_lse=return_lse or lse is not None)
         call = self._call(where, fold_heads(q, k, v), output, ScaleFactors(), **changes)
         kv_heads, dtype = k.shape[0], call.output.dtype_for(q.dtype)

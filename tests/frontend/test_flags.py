@@ -151,7 +151,24 @@ TRACED = {
     "flash_attn_varlen_func": (flash_varlen, ("causal", "return_softmax_lse")),
     "flash_attn_with_kvcache": (flash_cache, ("causal", "return_softmax_lse", "rotary_interleaved")),
 }
+
+
+def prefill_size() -> Call:
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    return lambda **flag: wrapper.workspace_size(P.qo_indptr, *P.table, *P.sizes, **flag)
+
+
+def mla_run() -> Call:
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace())
+    offsets, lens = int32(0, 1, 2), int32(5, 9)
+    wrapper.plan(offsets, offsets, int32(0, 1), lens, 4, 512, 64, 16, False, 0.1, torch.float16, torch.float16)
+    q, cache = (torch.zeros(2, n, 576, dtype=torch.float16, device=DEVICE) for n in (4, 16))
+    return lambda **flag: wrapper.run(*q.split((512, 64), 2), *cache.split((512, 64), 2), return_lse=True, **flag)
+
+
 EAGER = {
+    "BatchPrefillWithPagedKVCacheWrapper.workspace_size": (prefill_size, ("causal",)),
+    "BatchMLAPagedAttentionWrapper.run": (mla_run, ("return_lse_base_on_e",)),
     "BatchDecodeWithPagedKVCacheWrapper.plan": (decode_plan, ("is_causal",)),
     "MultiLevelCascadeAttentionWrapper.plan": (cascade, ("causal",)),
 }

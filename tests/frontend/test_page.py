@@ -139,6 +139,8 @@ def test_one_tensor_as_both_caches(traced: bool) -> None:
     assert not cache.any()
     append(k, k, cache, cache)
     assert torch.equal(cache[2, :2], k[:2])
+    append(v.view(3, 2, 16), v.view(3, 2, 16), cache, cache)  # of one tensor
+    assert torch.equal(cache[2, :2], v[:2])
     halves = cache[..., :8], cache[..., 8:]
     append(k[..., :8], v[..., :8], *halves)
     assert torch.equal(cache[0, 0], torch.cat((k[2, :, :8], v[2, :, :8]), -1))
