@@ -14,21 +14,31 @@
 namespace attn_ops {
 namespace {
 
-DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
+constexpr int kValueChunks = kDimVo * kLoadedBytes / 16;  // of 16 bytes, of the values of a token
+static_assert(32 % kValueChunks == 0);
+
+DEVICE void zero_chunk(uint32 values, int row, int chunk) {
   using Layout = LoadedLayout<kDimVo>;
-  constexpr int kOfRow = Layout::kRow / 16, kChunks = Layout::kBlocks * kOfRow;
-  for (int i = begin * kChunks + lane; i < end * kChunks; i += 32) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    store_shared(values + row / 8 * Layout::kGroup + chunk / kOfRow * Layout::kColumn + row % 8 * Layout::kRow +
-                     chunk % kOfRow * 16,
-                 uint4{0, 0, 0, 0});
-  }
+  constexpr int kOfRow = Layout::kRow / 16;
+  store_shared(values + row / 8 * Layout::kGroup + chunk / kOfRow * Layout::kColumn + row % 8 * Layout::kRow +
+                   chunk % kOfRow * 16,
+               uint4{0, 0, 0, 0});
 }
 
-// Those that are not in `seen`, the result of seen_tokens.
+// One warp.
+DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
+  for (int i = begin * kValueChunks + lane; i < end * kValueChunks; i += 32)
+    zero_chunk(values, i / kValueChunks, i % kValueChunks);
+}
+
+// One warp: the rows that are not in `seen`, the result of seen_tokens. A mask may hide whole KV tiles.
 DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
-  for (int row = 0; row < kLoadedTile; ++row)
-    if (!(__shfl_sync(~0u, seen, row / 32) >> row % 32 & 1)) zero_rows(values, row, row + 1, lane);
+  constexpr int kRowsAtOnce = 32 / kValueChunks;
+#pragma unroll 2
+  for (int first = 0; first < kLoadedTile; first += kRowsAtOnce) {
+    const int row = first + lane / kValueChunks;
+    if (!(__shfl_sync(~0u, seen, row / 32) >> row % 32 & 1)) zero_chunk(values, row, lane % kValueChunks);
+  }
 }
 
 // Where TMA loads keys or values: the rings of the consumers, or tiles of FP8 that are converted into these.
