@@ -22,7 +22,7 @@ def check_scales(
 ) -> None:
     """Both scales if they are ``required``, and one kind for the latents, which is positive.
 
-    FlashInfer's callers match the words.
+    FlashInfer's tests match the words of ``rule``.
     """
     if ckv_scale is not None:
         positive_number(where, "ckv_scale", ckv_scale)

@@ -34,7 +34,7 @@ from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PlanProblem, is_published, num_slots
 
 TILE_BYTES = 16 << 10
-"""Of the keys of a KV tile, and of its values: ``kTileBytes`` of the source."""
+"""Bytes of the keys of a KV tile, and of its values: ``kTileBytes`` of the source."""
 
 LEAST_SHARED_BYTES = 114 << 10
 """Of a CTA, so that an SM has room for one.
@@ -44,6 +44,7 @@ The CTAs of the next decode start early: two of them on an SM would share its ba
 
 
 def _kernel(rope: bool) -> Kernel:
+    """The kernel and its parameters; with ``rope`` it rotates queries and keys."""
     return Kernel(
         "decode.cu",
         "decode",
@@ -68,7 +69,7 @@ def _kernel(rope: bool) -> Kernel:
 
 
 KERNELS = {rope: _kernel(rope) for rope in (False, True)}
-"""By whether they rotate queries and keys."""
+"""The kernel without RoPE, and with it."""
 
 
 def threads(kv_heads: int, rope: bool) -> int:

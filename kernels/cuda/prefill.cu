@@ -108,8 +108,8 @@
 // RoPE
 // ----
 // Producers complete q_loaded[b] and k_loaded[j % kKeyStages] in place of q_full[b] and k_full[j].
-//     2r.    [converter]  wait for q_loaded[b]; rotate the packed rows of the unit in place; proxy fence; arrive on
-//                         q_full[b]
+//     2r.    [converter]  wait for q_loaded[b]; rotate in place the packed rows of the unit whose results are stored;
+//                         proxy fence; arrive on q_full[b]
 //     4r.    [converter]  for each KV tile j of the unit: wait for k_loaded[j]; rotate the keys in place; proxy fence;
 //                         arrive on k_full[j]
 //
