@@ -215,6 +215,13 @@ def rotated(x: Tensor, position: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=2)
 
 
+def alibi_bias(num_heads: int, distance: Tensor) -> Tensor:
+    """ALiBi of ``distance [rows, keys]``, from the query row to the key: ``[rows, num_heads, keys]``, float32."""
+    n = 1 << num_heads.bit_length() - 1
+    exponents = [-8 * (h + 1) / n if h < n else -4 * (2 * (h - n) + 1) / n for h in range(num_heads)]
+    return torch.tensor(exponents, device=distance.device).exp2()[:, None] * distance[:, None].float()
+
+
 def logit_gap(logits: Tensor, tokens: Tensor) -> float:
     """Largest gap of the logits of ``tokens [...]`` to the greatest of ``logits [..., vocabulary]``.
 

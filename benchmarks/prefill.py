@@ -42,7 +42,7 @@ def op_options(p: PrefillProblem) -> dict[str, Any]:
     row = p.row
     options: dict[str, Any] = {"causal": row.causal, "window_left": row.window_left}
     options |= {"logits_soft_cap": row.logits_soft_cap, "mask": p.packed_mask()}
-    options |= {"pos_encoding": "ROPE_LLAMA"} if row.rope else {}
+    options |= {"pos_encoding": row.pos_encoding}
     return options | {"out_dtype": p.dtype if row.fp8_query else None}
 
 

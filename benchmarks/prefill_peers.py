@@ -26,16 +26,16 @@ def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _refuse_options(row: PrefillRow) -> None:
-    _refuse_mask_and_rope(row)
+    _refuse_mask_and_positions(row)
     if row.window_left >= 0 or row.logits_soft_cap:
         raise NotMeasuredError("it is measured without windows and soft caps")
 
 
-def _refuse_mask_and_rope(row: PrefillRow) -> None:
+def _refuse_mask_and_positions(row: PrefillRow) -> None:
     if row.mask:
         raise NotMeasuredError("it is measured without custom masks")
-    if row.rope:
-        raise NotMeasuredError("it does not rotate queries and keys")
+    if row.pos_encoding != "NONE":
+        raise NotMeasuredError("it has neither RoPE nor ALiBi")
 
 
 def contiguous(prepare: Callable[..., Call]) -> Callable[..., Call]:
@@ -115,7 +115,7 @@ def varlen(problem: PrefillProblem) -> Call:
 def flash_attn_varlen(problem: PrefillProblem) -> Call:
     """``flash_attn_varlen_func`` on ragged KV: its pages are of 256 tokens and more."""
     function, row = flash_attn().flash_attn_varlen_func, problem.row
-    _refuse_mask_and_rope(row)
+    _refuse_mask_and_positions(row)
     longest = max(row.qo_lens), max(row.kv_lens)
     options = {"causal": row.causal, "window_size": (row.window_left, -1), "softcap": row.logits_soft_cap}
 
@@ -138,7 +138,7 @@ def _options(problem: PrefillProblem) -> dict[str, Any]:
         "window_left": row.window_left,
         "logits_soft_cap": row.logits_soft_cap,
         "custom_mask": problem.mask,
-        "pos_encoding_mode": "ROPE_LLAMA" if row.rope else "NONE",
+        "pos_encoding_mode": row.pos_encoding,
     }
 
 
@@ -154,8 +154,8 @@ def _refuse_by_backend(backend: str, row: PrefillRow) -> None:
         raise NotMeasuredError("fa3 does not compile for keys of another dtype than the query's")
     if backend == "fa3" and row.mask:
         raise NotMeasuredError("fa3 takes no custom masks")
-    if backend == "fa3" and row.rope:
-        raise NotMeasuredError("fa3 does not rotate queries and keys")
+    if backend == "fa3" and row.pos_encoding != "NONE":
+        raise NotMeasuredError("fa3 has neither RoPE nor ALiBi")
 
 
 def flashinfer_paged(backend: str) -> Prepare:
@@ -228,7 +228,7 @@ MAX_XQA_ROWS = 32
 def flashinfer_xqa(problem: PrefillProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache`` with a few query rows per request, causal among themselves."""
     row, rows = problem.row, problem.row.qo_lens[0]
-    _refuse_mask_and_rope(row)
+    _refuse_mask_and_positions(row)
     if len(set(row.qo_lens)) > 1 or rows > MAX_XQA_ROWS or not row.causal or row.fp8_query:
         raise NotMeasuredError(f"it takes requests of equally many query rows, at most {MAX_XQA_ROWS}, causal")
     words = torch.tensor([[(2 << i) - 1] for i in range(rows)], device=problem.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import attn_ops
-from benchmarks.comparison import largest_error, rotated
+from benchmarks.comparison import alibi_bias, largest_error, rotated
 from benchmarks.page_table import PageTable, indptr
 from benchmarks.prefill_rows import MlaRow, PrefillRow
 from benchmarks.timing import copies_for
@@ -46,6 +46,8 @@ class PrefillProblem:
         """The custom mask of a request, bool ``[rows, keys]``, if the row has one."""
         if not self.row.mask:
             return None
+        if self.row.mask == "causal":
+            return torch.ones(rows, keys, dtype=torch.bool, device=self.device).tril(keys - rows)
         visible = torch.rand(rows, keys, generator=generator, device=self.device) < 0.5
         visible[:, : keys - rows] = True
         visible.diagonal(keys - rows).fill_(True)
@@ -111,10 +113,13 @@ class PrefillProblem:
         first_q, first_kv = int(self.qo_indptr[b]), int(self.kv_indptr[b])
         k, v = (t[copy][first_kv : first_kv + m].float() for t in (self.keys, self.values))
         q = self.q[first_q + i].float()
-        if row.rope:
+        if row.pos_encoding == "ROPE_LLAMA":
             q, k = rotated(q, i + m - n), rotated(k, torch.arange(m, device=self.device))
         q = q.unflatten(1, (row.num_kv_heads, -1))
         logits = torch.einsum("nhgd,mhd->nhgm", q, k) * row.head_dim**-0.5
+        if row.pos_encoding == "ALIBI":
+            distance = torch.arange(m, device=self.device) - i[:, None]
+            logits += alibi_bias(row.num_qo_heads, distance).unflatten(1, (row.num_kv_heads, -1))
         if row.logits_soft_cap:
             logits = row.logits_soft_cap * torch.tanh(logits / row.logits_soft_cap)
         if row.causal:

@@ -24,8 +24,8 @@ class PrefillRow:
     fp8: bool = False  # keys and values
     fp8_query: bool = False
     paged_only: bool = False  # the row is about its page size: only implementations over paged KV are compared
-    mask: bool = False  # custom: a row sees all keys before the new ones, and a random half of these
-    rope: bool = False  # inside attention: keys are not rotated before they are appended
+    mask: str = ""  # custom: "causal", or "random": all keys before the new ones, and a random half of these
+    pos_encoding: str = "NONE"  # inside attention: with RoPE, keys are not rotated before they are appended
 
     @property
     def batch(self) -> int:
@@ -40,14 +40,14 @@ class PrefillRow:
     def flops(self) -> int:
         """2 * num_qo_heads * (head_dim + head_dim_vo) operations for each query row and key that it sees.
 
-        With a custom mask for each query row and key, as no KV tile is hidden whole.
+        With a random mask for each query row and key, as no KV tile is hidden whole.
         """
         pairs = sum(self._visible(n, m) for n, m in zip(self.qo_lens, self.kv_lens, strict=True))
         return 2 * self.num_qo_heads * (self.head_dim + self.head_dim_vo) * pairs
 
     def _visible(self, rows: int, keys: int) -> int:
         """Pairs of a query row and a key that it sees, of one request."""
-        if not self.causal:
+        if not self.causal and self.mask != "causal":
             return rows * keys
         most = keys if self.window_left < 0 else self.window_left + 1
         return sum(min(keys - rows + row + 1, most) for row in range(rows))
@@ -98,21 +98,21 @@ def _prefill(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
     page_size: int = 16,
-    mask: bool = False,
-    rope: bool = False,
+    mask: str = "",
+    pos_encoding: str = "NONE",
 ) -> PrefillRow:
     size = f"{context // 1024}k" if context % 1024 == 0 else str(context)
     name = f"{batch} x {size}" if new == context else f"{batch} x ({new} new on {size})"
     name += "" if heads == (32, 8) else f", {heads[0]}/{heads[1]}"
     name += "" if dims == (128, 128) else f", head_dim {'/'.join(map(str, dict.fromkeys(dims)))}"
-    name += ", custom mask" if mask else "" if causal else ", not causal"
+    name += {"": "" if causal else ", not causal", "random": ", custom mask", "causal": ", causal as custom mask"}[mask]
     name += "" if window_left < 0 else f", window {window_left}"
     name += "" if logits_soft_cap == 0 else f", soft cap {logits_soft_cap:g}"
     name += "" if page_size == 16 else f", page {page_size}"
-    name += ", RoPE" if rope else ""
+    name += {"NONE": "", "ROPE_LLAMA": ", RoPE", "ALIBI": ", ALiBi"}[pos_encoding]
     lengths = (new,) * batch, (context,) * batch
     row = PrefillRow(name, *lengths, goal, causal and not mask, *heads, *dims, page_size, window_left, logits_soft_cap)
-    return replace(row, paged_only=page_size != 16, mask=mask, rope=rope)
+    return replace(row, paged_only=page_size != 16, mask=mask, pos_encoding=pos_encoding)
 
 
 PREFILL_ROWS: tuple[PrefillRow, ...] = (
@@ -135,12 +135,15 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 8192, 8192, None, page_size=1),
     _prefill(8, 512, 8192, None, page_size=1),
     PrefillRow("1 x (2048 new on 8k) + 64 x (1 new on 2k)", (2048, *[1] * 64), (8192, *[2048] * 64), None),
-    _prefill(1, 8192, 8192, None, mask=True),
-    _prefill(32, 16, 4096, None, mask=True),
-    _prefill(8, 64, 8192, None, mask=True, page_size=1),
-    _prefill(1, 8192, 8192, None, rope=True),
-    _prefill(8, 512, 8192, None, rope=True),
-    _prefill(32, 4, 4096, None, rope=True),
+    _prefill(1, 8192, 8192, None, mask="random"),
+    _prefill(32, 16, 4096, None, mask="random"),
+    _prefill(8, 64, 8192, None, mask="random", page_size=1),
+    _prefill(1, 8192, 8192, None, pos_encoding="ROPE_LLAMA"),
+    _prefill(8, 512, 8192, None, pos_encoding="ROPE_LLAMA"),
+    _prefill(32, 4, 4096, None, pos_encoding="ROPE_LLAMA"),
+    _prefill(1, 8192, 8192, None, mask="causal"),
+    _prefill(1, 8192, 8192, None, pos_encoding="ALIBI"),
+    _prefill(32, 4, 4096, None, pos_encoding="ALIBI"),
 )
 
 

@@ -17,7 +17,7 @@ from benchmarks.peers import flashinfer
 from benchmarks.prefill_peers import MAX_XQA_ROWS
 from benchmarks.prefill_rows import PREFILL_FP8_ROWS, PREFILL_ROWS
 
-POS_ENCODING_NONE, ROPE_LLAMA = 0, 1
+POS_ENCODINGS = {"NONE": 0, "ROPE_LLAMA": 1, "ALIBI": 2}
 SLIDING_WINDOW, SOFT_CAP, PROFILER, FP16_QK_REDUCTION = False, False, False, False
 XQA_PAGE_SIZES = (16, 64)
 
@@ -52,9 +52,9 @@ def _prefill(
     window: bool = SLIDING_WINDOW,
     soft_cap: bool = SOFT_CAP,
     query: torch.dtype = torch.bfloat16,
-    rope: bool = False,
+    pos_encoding: str = "NONE",
 ) -> JitModule:
-    options = (ROPE_LLAMA if rope else POS_ENCODING_NONE, window, soft_cap, FP16_QK_REDUCTION)
+    options = (POS_ENCODINGS[pos_encoding], window, soft_cap, FP16_QK_REDUCTION)
     return "gen_batch_prefill_module", (backend, query, kv, torch.bfloat16, torch.int32, qk, vo, *options)
 
 
@@ -69,15 +69,17 @@ def modules() -> Iterator[JitModule]:
     for backend in ("fa3", "fa2"):
         for row in PREFILL_ROWS:
             options = row.window_left >= 0, row.logits_soft_cap > 0
-            if not (row.rope and backend == "fa3"):
-                yield _prefill(backend, dtype, row.head_dim, row.head_dim_vo, *options, rope=row.rope)
+            if row.pos_encoding == "NONE" or backend == "fa2":
+                dims = row.head_dim, row.head_dim_vo
+                yield _prefill(backend, dtype, *dims, *options, pos_encoding=row.pos_encoding)
     for kv in (dtype, torch.float8_e4m3fn):
         mla = (dtype, kv, dtype, index, 512, 64, PROFILER)
         yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))
     for decode in ROWS:
         kv, dim = torch.float8_e4m3fn if decode.fp8 else dtype, decode.head_dim
-        yield _prefill("fa2", kv, dim, dim, rope=decode.rope)  # decode with tensor cores
-        types = (dtype, kv, dtype, index, dim, dim, ROPE_LLAMA if decode.rope else POS_ENCODING_NONE)
+        pos_encoding = "ROPE_LLAMA" if decode.rope else "NONE"
+        yield _prefill("fa2", kv, dim, dim, pos_encoding=pos_encoding)  # decode with tensor cores
+        types = (dtype, kv, dtype, index, dim, dim, POS_ENCODINGS[pos_encoding])
         yield "gen_batch_decode_module", (*types, SLIDING_WINDOW, SOFT_CAP)
         if decode.rope:
             continue

@@ -52,6 +52,9 @@ CUDA_PREFILL_FEW_ROWS_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 CUDA_PREFILL_ROPE_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """Head dims of the kernel that rotates queries and keys."""
 
+CUDA_PREFILL_ALIBI_HEAD_DIMS = frozenset({(64, 64), (128, 128)})
+"""Head dims of the kernel that adds the bias of ALiBi."""
+
 CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 """Ops of ``kernels/cuda/prefill.py`` over paged KV."""
 
@@ -114,13 +117,13 @@ def planned_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool, num_cta
 class PrefillKey(NamedTuple):
     """A specialization of ``prefill.cu``.
 
-    loads        how it loads keys and values, as :func:`kv_loads` says
-    dtype        of the query; of few rows float16, in which these are multiplied
-    fp8          keys and values are of FP8
-    rows         of a query tile: ``"few"``, at most those of a consumer; ``"many"``, which fill three consumers;
-                 ``"any"``, the kernel for all others
-    custom_mask  a packed custom mask says what a row sees
-    rope         it rotates queries and keys
+    loads         how it loads keys and values, as :func:`kv_loads` says
+    dtype         of the query; of few rows float16, in which these are multiplied
+    fp8           keys and values are of FP8
+    rows          of a query tile: ``"few"``, at most those of a consumer; ``"many"``, which fill three consumers;
+                  ``"any"``, the kernel for all others
+    custom_mask   a packed custom mask says what a row sees
+    pos_encoding  of 16-bit queries, keys and values
     """
 
     head_dim_qk: int
@@ -130,14 +133,14 @@ class PrefillKey(NamedTuple):
     fp8: bool
     rows: str = "any"
     custom_mask: bool = False
-    rope: bool = False
+    pos_encoding: str = "NONE"
 
     def variants(self) -> list[PrefillKey]:
         """This key, for any rows, and those of special kernels for few or many rows."""
         dims = self.head_dim_qk, self.head_dim_vo
         converted = self.fp8 and self.dtype not in FP8
         few = converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
-        plain = not (self.fp8 or self.custom_mask or self.rope)
+        plain = not (self.fp8 or self.custom_mask) and self.pos_encoding == "NONE"
         many = plain and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
         return [self, *[self._replace(rows="few", dtype=torch.float16)] * few, *[self._replace(rows="many")] * many]
 

@@ -20,6 +20,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_PAGE,
     CUDA_MERGE_VECTORS,
     CUDA_PAGED_PREFILLS,
+    CUDA_PREFILL_ALIBI_HEAD_DIMS,
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_GROUP,
     CUDA_PREFILL_HEAD_DIMS,
@@ -85,6 +86,9 @@ CPU_SDPA_OPTIONS = frozenset(
 
 POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right", "mask", "pos_encoding"})
 """Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
+
+POSITION_NAMES = {"ROPE_LLAMA": "RoPE", "ALIBI": "ALiBi"}
+"""Positional encodings in reasons."""
 
 UNALIGNED = f"rows are not aligned to {ALIGNMENT} bytes"
 UNMAPPABLE = "keys and values have no elements, several at one address, or strides too large for a tensor map"
@@ -300,15 +304,20 @@ def _cuda_prefill(
 ) -> list[str]:
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
-    custom_mask, rope = "mask" in p.options, p.pos_encoding == "ROPE_LLAMA"
-    key = PrefillKey(*dims, _kv_loads(p), p.dtype, p.kv_dtype in FP8, custom_mask=custom_mask, rope=rope)
+    custom_mask, encoding = "mask" in p.options, POSITION_NAMES.get(p.pos_encoding)
+    key = PrefillKey(
+        *dims, _kv_loads(p), p.dtype, p.kv_dtype in FP8, custom_mask=custom_mask, pos_encoding=p.pos_encoding
+    )
     return _cuda(
         p,
         "prefill",
         key.variants(),
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
-            (dims in head_dims, f"head dimensions {dims[0]} and {dims[1]} have no tile{' with RoPE' * rope}"),
+            (
+                dims in head_dims,
+                f"head dimensions {dims[0]} and {dims[1]} have no tile" + (f" with {encoding}" if encoding else ""),
+            ),
             (
                 p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
                 f"it needs at most {CUDA_PREFILL_GROUP} query heads per KV head",
@@ -341,9 +350,11 @@ def _has_prefill_maps(p: Problem) -> list[tuple[bool, str]]:
 def cuda_prefill(p: Problem) -> list[str]:
     """Keys and values of the query's dtype."""
     checks = [_is_16_bit(p), (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), *_has_prefill_maps(p)]
-    if p.pos_encoding == "ROPE_LLAMA":
-        return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"pos_encoding"}, CUDA_PREFILL_ROPE_HEAD_DIMS)
-    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS)
+    head_dims = {
+        "ROPE_LLAMA": CUDA_PREFILL_ROPE_HEAD_DIMS,
+        "ALIBI": CUDA_PREFILL_ALIBI_HEAD_DIMS,
+    }.get(p.pos_encoding, CUDA_PREFILL_HEAD_DIMS)
+    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"pos_encoding"}, head_dims)
 
 
 def cuda_prefill_e4m3(p: Problem) -> list[str]:

@@ -9,6 +9,7 @@
 //     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the
 //             query"
 //     ROPE    1 if queries and keys are rotated by their positions (ROPE_LLAMA)
+//     ALIBI   1 if logits get the bias of ALiBi
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
@@ -37,7 +38,8 @@
 //
 // The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left:
 // early enough that nobody waits for it, and as late as that allows, so that CTAs end together. If it copies keys
-// itself, it takes the next unit after the last tile of this one. The unit goes to the producers through `unit` in
+// itself, it takes the next unit after the last tile of this one. With a custom mask the scheduler is a warp, which
+// leaves out the KV tiles at both ends of the unit that no row sees. The unit goes to the producers through `unit` in
 // shared memory, and from producer Q to the consumers with the queries.
 //
 // Schedule
@@ -70,9 +72,9 @@
 //     5.  [consumer]    wait for k_full[j]; issue S_j = Q K_j^T
 //     6.  [consumer]    wait for v_full[j-1]; issue O += P_{j-1} V_{j-1}. Not for the first tile
 //     7.  [consumer]    wait for S_j, while O is computed; arrive on k_empty[j]
-//     8.  [consumer]    soft cap, mask; subtract row_max from row 0 of each thread; in order: wait until it is this
-//                       consumer's turn; raise row_max if a logit of the warp is too large; probabilities of row 0;
-//                       subtract row_max from row 1; pass the turn on; raise row_max if need be
+//     8.  [consumer]    bias of ALiBi, soft cap, mask; subtract row_max from row 0 of each thread; in order: wait until
+//                       it is this consumer's turn; raise row_max if a logit of the warp is too large; probabilities of
+//                       row 0; subtract row_max from row 1; pass the turn on; raise row_max if need be
 //     9.  [consumer]    wait for O; arrive on v_empty[j-1]; O *= alpha, if a row_max of the warp was raised; round P_j
 //                       of row 0
 //     10. [consumer]    probabilities of row 1; round P_j of row 1
@@ -240,6 +242,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
       .num_items = (rows + tile_rows - 1) / tile_rows + max_batch + slots, .slots = slots, .queue = queue,
 #if CUSTOM_MASK
       .mask = mask, .mask_bytes = mask_bytes, .kv_len = kv_len,
+#endif
+#if ALIBI
+      .has_cap = cap > 0,
 #endif
   };
   const int q_box_rows = kPackedRows % group ? 0 : kPackedRows / group;  // rows of q in a box of its map

@@ -23,6 +23,7 @@ from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefi
 from torch import Tensor
 
 from attn_ops.ops.cuda_kernels import (
+    CUDA_PREFILL_ALIBI_HEAD_DIMS,
     CUDA_PREFILL_FEW_ROWS_HEAD_DIMS,
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
@@ -167,6 +168,9 @@ ROPE_TILES = {
 }
 """Tiles of kernels that rotate queries and keys."""
 
+ALIBI_TILES = {dims: TILES[dims] for dims in sorted(CUDA_PREFILL_ALIBI_HEAD_DIMS)}
+"""Tiles of kernels that add the bias of ALiBi."""
+
 FP8_TILES = {
     (64, 64): Tile(128, 4, 2, 2, 64, 4),
     (128, 128): Tile(128, 4, 2, 2, 32, 4),
@@ -194,8 +198,9 @@ def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
 class Family(NamedTuple):
     """Specializations that have a table of tiles in common.
 
-    parameters  of FP8 or RoPE
-    macros      besides those of sizes and loads
+    parameters    of FP8 or RoPE
+    macros        besides those of sizes and loads
+    pos_encoding  of the keys
     """
 
     tiles: dict[tuple[int, int], Tile]
@@ -205,6 +210,7 @@ class Family(NamedTuple):
     rows: str = "any"
     loads: Sequence[str] = LOADS
     masks: Sequence[bool] = (False,)
+    pos_encoding: str = "NONE"
 
 
 FAMILIES = (
@@ -221,7 +227,8 @@ FAMILIES = (
         masks=(False, True),
     ),
     Family(FP8_TILES, FP8_PARAMETERS, dtypes=(E4M3,), macros={"Q_FP8": 1}),
-    Family(ROPE_TILES, ROPE_PARAMETERS, macros={"ROPE": 1}, masks=(False, True)),
+    Family(ROPE_TILES, ROPE_PARAMETERS, macros={"ROPE": 1}, masks=(False, True), pos_encoding="ROPE_LLAMA"),
+    Family(ALIBI_TILES, macros={"ALIBI": 1}, masks=(False, True), pos_encoding="ALIBI"),
 )
 
 
@@ -244,7 +251,7 @@ def _specialization(family: Family, key: PrefillKey, tile: Tile) -> Specializati
 
 
 _ALL = [
-    (family, PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, "ROPE" in family.macros), tile)
+    (family, PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, family.pos_encoding), tile)
     for family in FAMILIES
     for dims, tile in family.tiles.items()
     for loads in family.loads
@@ -329,8 +336,8 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     loads, packed_rows = kv_loads(paged, page_size), tile_rows * group
-    custom_mask, rope = o.mask is not None, o.pos_encoding == "ROPE_LLAMA"
-    any_rows = PrefillKey(*dims, loads, x.q.dtype, x.k.dtype in FP8, custom_mask=custom_mask, rope=rope)
+    custom_mask, fp8 = o.mask is not None, x.k.dtype in FP8
+    any_rows = PrefillKey(*dims, loads, x.q.dtype, fp8, custom_mask=custom_mask, pos_encoding=o.pos_encoding)
     key = key_of_rows(any_rows, packed_rows)
     tile = TILE_OF[key]
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows))

@@ -3,6 +3,9 @@
 
 #include "division.cuh"
 #include "prefill_softmax.cuh"
+#if ALIBI
+#include "prefill_alibi.cuh"
+#endif
 
 namespace attn_ops {
 namespace {
@@ -46,6 +49,9 @@ DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGr
     exists[r] = row < block.stored;
     to_row[r] = block.first + int64(row) * num_heads + head;
     float row_max = rows.row_max[r], sum = sums[r], alpha = 1;
+#if ALIBI
+    row_max += alibi_slope(block.head + head, num_heads) * float(block.bias_rest) * kLog2e;
+#endif
     if (to.sinks && !split) {  // the combine kernel adds the sink to split tiles
       const float sink = (exists[r] ? to.sinks[block.head + head] : -kInfinity) * kLog2e, joined = fmaxf(row_max, sink);
       const float anchor = finite(joined);
@@ -165,8 +171,12 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
   const float of_both = arguments.scale * (kv_scale ? kv_scale[0] : 1.f);
   const bool folded = !kv_scale || (of_both >= kLeastScale && of_both <= kMostScale);
   const float scale = folded ? of_both : arguments.scale;
-  const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : scale * kLog2e;
-  const float to_cap = arguments.cap > 0 ? scale / arguments.cap : 0.f;
+  // The bias of ALiBi is divided by the scale, unless that is 0, negative or out of range: then logits are multiplied
+  // by it before.
+  const bool divides_slopes = !kAlibi || (scale >= kLeastScale && scale <= kMostScale);
+  const float left = divides_slopes ? scale : 1.f;  // what logits have to be multiplied by
+  const float factor = arguments.cap > 0 ? arguments.cap * kLog2e : left * kLog2e;
+  const float to_cap = arguments.cap > 0 ? left / arguments.cap : 0.f;
   const int first_line = split_kv ? 0 : consumer * kPackedRows;
   const int lane = threadIdx.x % 32, line = first_line + threadIdx.x % kConsumerThreads / 32 * 16 + lane / 4;
   const uint64 keys = k_major(shared_address(shared.keys[0]), TileLayout<kDimQk>::kGroup, kRowBytes);
@@ -217,7 +227,11 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
     store_mask(mask_of(p, uniform(block.request), uniform(block.row)), shared);
 #endif
     // And need no more if they end before this.
-    const int plain_end = folded && arguments.cap <= 0 && !kCustomMask ? visible_end : 0;
+    const int plain_end = folded && arguments.cap <= 0 && !kCustomMask && !kAlibi ? visible_end : 0;
+
+#if ALIBI
+    const AlibiSlopes slopes(p, row_of, block.head, remainder + line, left);
+#endif
 
     float factors[kRowFactors];
 #pragma unroll
@@ -247,6 +261,10 @@ DEVICE void consume(int consumer, const Problem& p, const Arguments& arguments, 
         if (scales_logits) multiply_rows(logits, scales);
 #endif
         if (!folded) multiply(logits, kv_scale[0]);
+#if ALIBI
+        if (!divides_slopes) multiply(logits, scale);
+        add_bias(logits, rows, slopes, first, block.bias_row, low);
+#endif
         if (arguments.cap > 0) soft_cap(logits, to_cap, visible_to_all && all_rows && !kCustomMask);
         if (!visible_to_all) mask(logits, rows, first);
 #if CUSTOM_MASK

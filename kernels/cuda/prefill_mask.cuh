@@ -35,6 +35,20 @@ DEVICE void load_bits(const Problem& p, int64 bit, uint32 (&bits)[WORDS]) {
     bits[i] = static_cast<uint32>(((uint64(words[i + 1]) << 32) | words[i]) >> (bit & 31));
 }
 
+// The same where all words around these bits are inside of the mask: several loads may be on their way at once.
+template <int WORDS>
+DEVICE void load_inner_bits(const Problem& p, int64 bit, uint32 (&bits)[WORDS]) {
+  const uint64 address = reinterpret_cast<uint64>(p.mask);
+  bit += address % 4 * 8;
+  const uint32* from = reinterpret_cast<const uint32*>(address / 4 * 4) + (bit >> 5);
+  uint32 words[WORDS + 1];
+#pragma unroll
+  for (int i = 0; i <= WORDS; ++i) words[i] = from[i];
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i)
+    bits[i] = static_cast<uint32>(((uint64(words[i + 1]) << 32) | words[i]) >> (bit & 31));
+}
+
 // A bit for each of 32 tokens that is before token `end`.
 DEVICE uint32 tokens_before(int end) { return end >= 32 ? ~0u : end <= 0 ? 0 : (1u << end) - 1; }
 
@@ -88,6 +102,102 @@ DEVICE uint32 seen_tokens(const Problem& p, const UnitMask& mask, int token) {
     for (int lanes = WORDS; lanes < 32; lanes *= 2) seen |= __shfl_xor_sync(~0u, seen, lanes);
   }
   return seen & ~beyond;
+}
+
+constexpr int kTreeRows = 128;  // query rows of a request, at most, whose mask is taken for a tree of draft tokens
+
+DEVICE int rows_of_request(const Problem& p, int request) {
+  if (!p.kv_len) return p.rows;
+  return uint32(request) < uint32(p.max_batch) ? p.qo_indptr[request + 1] - p.qo_indptr[request] : 0;
+}
+
+// One warp: looks for KV tiles that the mask lets a query row of a unit see. Windows are those of the whole unit.
+struct Scan {
+  static constexpr int kRows = kProducerRegisters > 40 ? 4 : kProducerRegisters > 32 ? 2 : 1;  // read at once
+  static constexpr int kWords = kProducerRegisters > 32 ? 2 : 1, kLaneTokens = 32 * kWords, kTokens = 32 * kLaneTokens;
+  static constexpr int kTileLanes = kTile / kLaneTokens;
+  static constexpr uint32 kFirstTile = (1u << kTileLanes) - 1;
+
+  const Problem& p;
+  const UnitMask& mask;
+  int begin, end;  // tokens
+  bool inside;     // the mask has all words that are read
+
+  DEVICE Scan(const Problem& p, const UnitMask& mask, const Unit& unit)
+      : p(p), mask(mask), begin(max(unit.start, mask.low)), end(min(unit.end, mask.high + mask.rows - 1)) {
+    const int64 last_bit = mask.first + int64(mask.rows - 1) * mask.stride + unit.end + kTokens;
+    inside = mask.first + unit.start >= 32 && last_bit + 64 <= 8 * p.mask_bytes;
+  }
+
+  // A bit for each lane that has a token which a row sees, of its kLaneTokens from `token` on. Rows are read until one
+  // sees a token of the lanes in `some`, and one a token of those in `others`.
+  DEVICE uint32 lanes(int token, uint32 some, uint32 others) const {
+    uint32 found = 0;
+    for (int first = 0; first < mask.rows && !(found & some && found & others); first += kRows) {
+      uint32 bits[kRows][kWords];
+      const auto bit_of = [&](int i) {
+        return mask.first + token + int64(min(first + i, mask.rows - 1)) * mask.stride;
+      };
+      if (inside) [[likely]] {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) load_inner_bits(p, bit_of(i), bits[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) load_bits(p, bit_of(i), bits[i]);
+      }
+      uint32 seen = 0;
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) {
+        const int from = token + 32 * word;
+        uint32 of_rows = 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) of_rows |= bits[i][word];
+        seen |= of_rows & tokens_before(end - from) & ~tokens_before(begin - from);
+      }
+      found |= __ballot_sync(~0u, seen);
+    }
+    return found;
+  }
+
+  // Where the first KV tile of [first, last) begins that a row sees; `last` without one.
+  DEVICE int first_tile(int first, int last, int lane) const {
+    for (; first < last; first += kTokens) {
+      const uint32 words = lanes(first + kLaneTokens * lane, kFirstTile, ~0u);
+      if (words) return first + (__ffs(words) - 1) / kTileLanes * kTile;
+    }
+    return last;
+  }
+
+  // Where the last one ends, or `last` in it; `first` without one.
+  DEVICE int last_tile(int first, int last, int lane) const {
+    for (int token = first + (last - first - 1) / kTokens * kTokens; token >= first; token -= kTokens) {
+      const uint32 tile = kFirstTile << min(last - token - 1, kTokens - 1) / kTile * kTileLanes;
+      const uint32 words = lanes(token + kLaneTokens * lane, tile, ~0u);
+      if (words) return min(last, token + ((31 - __clz(words)) / kTileLanes + 1) * kTile);
+    }
+    return first;
+  }
+};
+
+// One warp: the KV tokens of a unit become those from the first KV tile to the last that a query row sees. Most masks
+// hide neither the first nor the last: these are looked at together.
+//
+// Not for requests of few query rows: their masks are trees of draft tokens, which hide none of the tokens before, and
+// to find that out takes longer than a KV tile.
+DEVICE void skip_hidden_ends(const Problem& p, Unit& unit, Shared& shared) {
+  if (rows_of_request(p, unit.request) <= kTreeRows) return;
+  store_mask(p, unit, shared);
+  int first = unit.start, last = unit.end;
+  if (first >= last) return;
+  const Scan scan(p, own_mask(shared), unit);
+  constexpr uint32 kFirstLanes = 0xFFFF;
+  const int lane = threadIdx.x % 32, end_tile = first + (last - first - 1) / kTile * kTile;
+  const int tile = kFirstLanes >> lane & 1 ? first : end_tile;
+  const uint32 seen = scan.lanes(tile + lane % Scan::kTileLanes * Scan::kLaneTokens, kFirstLanes, ~kFirstLanes);
+  if (!(seen & kFirstLanes)) first = scan.first_tile(first, last, lane);
+  if (!(seen & ~kFirstLanes)) last = scan.last_tile(first, last, lane);
+  __syncwarp();
+  if (lane == 0) unit.start = first < last ? first : unit.start, unit.end = first < last ? last : unit.start;
 }
 
 }  // namespace

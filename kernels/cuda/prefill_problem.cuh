@@ -22,6 +22,9 @@
 #ifndef ROPE
 #define ROPE 0
 #endif
+#ifndef ALIBI
+#define ALIBI 0
+#endif
 #ifndef CONSUMERS
 #define CONSUMERS 2
 #endif
@@ -39,6 +42,8 @@ constexpr bool kConverts = KV_FP8 || ROPE;                        // a warpgroup
 constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // or two, where consumers spare the registers
 static_assert(!kConverts || kConsumers == 2);
 static_assert(!ROPE || !(KV_FP8 || Q_FP8));
+constexpr bool kAlibi = ALIBI;
+static_assert(!ALIBI || !(KV_FP8 || Q_FP8 || ROPE));
 // Sizes by head dims are those of the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
 constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
@@ -54,7 +59,8 @@ constexpr int kValueStages =  // and of values
 constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
     kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
 constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
-constexpr int kTilesAhead = kKeyStages > 2 && !kLargeBatch ? 1 : 3;  // KV tiles left to load when a unit is taken
+constexpr int kTilesAhead =  // KV tiles left to load when a unit is taken, whose custom mask is then read
+    kCustomMask ? 8 : kKeyStages > 2 && !kLargeBatch ? 1 : 3;
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                           // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                      // of a consumer
@@ -79,7 +85,8 @@ constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert FP8 keys, o
 constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps);
 // Of a thread. More than the CTA has from its launch would never become free. Producers that transpose spill less with
 // more, and those that copy tokens have several addresses at once, where consumers can spare them without spilling.
-constexpr bool kSparesRegisters = kFp8Products ? kDimQk == 64 : KV_CP_ASYNC && !kConverts && kConsumers == 2;
+constexpr bool kSparesRegisters =
+    kFp8Products ? kDimQk == 64 : (KV_CP_ASYNC || CUSTOM_MASK) && !kConverts && kConsumers == 2;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSparesRegisters ? 56 : 40;
 constexpr int kConverterRegisters = kConverts ? 56 : 0;
 constexpr int kConsumerRegisters =
@@ -118,6 +125,10 @@ struct QueryBlock {
   int remainder;      // of the first packed row divided by the group
 #if ROPE
   int position;       // of the first query row
+#endif
+#if ALIBI
+  int bias_row;       // bias of row r for token t: slope * (t - (bias_row + r) + bias_rest)
+  int bias_rest;
 #endif
 #if CUSTOM_MASK
   int request, row;   // the first query row among those of all requests
@@ -191,6 +202,9 @@ struct Problem {
   const unsigned char* mask;
   int64 mask_bytes;
   const int* kv_len;  // of the plan; null without one
+#endif
+#if ALIBI
+  bool has_cap;
 #endif
 
   DEVICE bool split_kv() const { return kFewRows || tile_rows * group <= kPackedRows; }
@@ -278,13 +292,6 @@ struct Schedule : Walk<PAGED> {
     return true;
   }
 };
-
-// Takes unit n of this CTA, or the end, when the producers want it, and passes it to them. One thread.
-DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& shared) {
-  wait(shared_address(&shared.unit_empty), n & 1 ^ 1);
-  if (!schedule.next(p, shared.unit)) shared.unit = {};
-  arrive(shared_address(&shared.unit_full));
-}
 
 // Unit n of this CTA, until an arrival on unit_empty. The last arrival asks for the next unit.
 DEVICE const Unit& wait_for_unit(uint32 n, Shared& shared) {

@@ -14,6 +14,25 @@
 namespace attn_ops {
 namespace {
 
+constexpr int kSchedulerThreads = kCustomMask ? 32 : 1;
+
+// The scheduler: takes unit n of this CTA, or the end, when the producers want it, and passes it to them.
+DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& shared) {
+  Unit& unit = shared.unit;
+  wait(shared_address(&shared.unit_empty), n & 1 ^ 1);
+#if CUSTOM_MASK
+  const bool takes = threadIdx.x % 32 == 0;
+  __syncwarp();  // all have read the unit before
+  if (takes && !schedule.next(p, unit)) unit = {};
+  __syncwarp();
+  if (unit.count > 0) skip_hidden_ends(p, unit, shared);
+  if (!takes) return;
+#else
+  if (!schedule.next(p, unit)) unit = {};
+#endif
+  arrive(shared_address(&shared.unit_full));
+}
+
 constexpr int kValueChunks = kDimVo * kLoadedBytes / 16;  // of 16 bytes, of the values of a token
 static_assert(32 % kValueChunks == 0);
 
@@ -228,6 +247,20 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
   fence_async_shared();
 }
 
+#if ALIBI
+// The bias is that of the distance from a row to a token, both counted from the first of the request. Logits get the
+// distance from the position of the row instead: it is short where the row has most of its weight, and so exact. The
+// rest is the same for all tokens of a row, and the epilogue adds it to the LSE. With a soft cap logits get it too.
+// Sums wrap, for any contents of a plan; rows without a request have no keys.
+DEVICE void write_bias_rows(const Problem& p, const Unit& unit, QueryBlock& to) {
+  const bool planned = p.qo_indptr && uint32(unit.request) < uint32(p.max_batch);
+  const uint32 first = planned ? p.qo_indptr[unit.request] : 0;
+  const uint32 in_request = uint32(unit.row) + uint32(unit.first_row) - first;
+  const uint32 position = uint32(unit.position) + uint32(unit.first_row);
+  to.bias_row = int(p.has_cap ? in_request : position), to.bias_rest = int(uint32(to.bias_row) - in_request);
+}
+#endif
+
 DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to) {
   if (unit.count <= 0) {
     to = {.stored = -1};
@@ -237,6 +270,9 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   to.remainder = unit.first_packed_row - unit.first_row * p.group;
 #if ROPE
   to.position = int(uint32(unit.position) + uint32(unit.first_row));
+#endif
+#if ALIBI
+  write_bias_rows(p, unit, to);
 #endif
 #if CUSTOM_MASK
   to.request = unit.request, to.row = unit.row + unit.first_row;
@@ -278,21 +314,24 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
 }
 
 // Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread
-// is the scheduler. With two producers of keys and of values, the second ones do this in `produce_tokens`. The second
-// warp converts queries: the scheduler does not wait for that.
+// is the scheduler, or the first warp with a custom mask. With two producers of keys and of values, the second ones do
+// this in `produce_tokens`. The second warp converts queries: the scheduler does not wait for that.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   const bool loads = thread < q.threads(), converts = q.converts && thread >= 32;
-  if (!loads && !converts) return;
+  const bool schedules = thread < kSchedulerThreads;  // without a custom mask it loads too
+  if (!loads && !converts && !(kCustomMask && schedules)) return;
   Schedule schedule;
   for (uint32 n = 0;; ++n) {
-    if (thread == 0) pass_unit(p, schedule, n, shared);
+    if (schedules) pass_unit(p, schedule, n, shared);
     bool more = true;
     if (loads) {
       const Unit& unit = wait_for_unit(n, shared);
       load_queries(p, q, unit, n, shared, thread);
       more = unit.count > 0;
       if (more) arrive(shared_address(&shared.unit_empty));
+    } else if (kCustomMask && schedules) {
+      more = wait_for_unit(n, shared).count > 0;
     }
 #if FEW_ROWS
     if (converts) more = convert_queries(n, shared);

@@ -22,7 +22,8 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
   Schedule schedule;
   uint32 tile = 0;
   for (uint32 n = 0;; ++n) {
-    if (!VALUES && kTensorProducers > 1 && part && query_thread == 0) pass_unit(p, schedule, n, shared);
+    if (!VALUES && kTensorProducers > 1 && part && query_thread < kSchedulerThreads)
+      pass_unit(p, schedule, n, shared);
     __syncwarp();
     const Unit& unit = wait_for_unit(n, shared);
     if (kTensorProducers > 1 && part && query_thread < q.threads())

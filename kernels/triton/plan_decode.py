@@ -2,7 +2,7 @@
 
 Two programs make the work list in registers, the others copy page numbers. Each of the two computes the whole schedule
 and writes a part of it. The integers are those of :mod:`attn_ops.kernels.reference.plan`. The KV blocks of all requests
-lie on one line, and *boundaries* on the line divide it between the CTAs. A boundary inside a request is a split point.
+follow one another in one sequence, which *boundaries* divide between the CTAs. One inside a request is a split point.
 Nothing is read back from memory: requests find their boundaries, and boundaries their requests, by gathers.
 """
 
@@ -56,13 +56,13 @@ def place_boundaries(
     ends, begins, total, passed, num_ctas,
     IMBALANCE_DENOM: tl.constexpr, B: tl.constexpr, C: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
-    """``(boundary [C], even, inside, begin, end)`` of the CTAs on the line of requests ``begins, ends [B]``.
+    """``(boundary [C], even, inside, begin, end)`` of the CTAs, of requests ``begins, ends [B]``.
 
-    Even boundaries divide the line into equal parts. A boundary moves to the nearest end of a request if that is close,
-    or if all of them can without too much imbalance.
+    Even boundaries divide the sequence into equal parts. A boundary moves to the nearest end of a request if that is
+    close, or if all of them can without too much imbalance.
 
     passed      ``[C]``: requests that end at or before each even boundary
-    boundary    the end of the line from ``num_ctas`` on
+    boundary    the end of the sequence from ``num_ctas`` on
     inside      whether this is a split point, and no earlier boundary is the same
     begin, end  of the request that holds the even boundary
     INT64       the products exceed int32
@@ -97,7 +97,7 @@ def store_items(
     work, item, mask, request, begin, end, offset, start, kv_len, seq_len, page_start, slot,
     KV_BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write work items; ``begin`` and ``end`` are on the line, ``offset`` later in the request, all in KV blocks.
+    """Write work items; ``begin`` and ``end`` are in the sequence, ``offset`` later in the request, in KV blocks.
 
     ``start`` is the first token inside the window, ``seq_len`` the length on all ranks. A decode row has the number of
     its request.
@@ -137,7 +137,7 @@ def plan_decode_kernel(
     B: tl.constexpr,  # power of 2, at least max_batch
     C: tl.constexpr,  # power of 2, more than num_ctas
     COPY_PAGES: tl.constexpr,
-    INT64: tl.constexpr,  # the line's length times num_ctas exceeds int32
+    INT64: tl.constexpr,  # the sequence's length times num_ctas exceeds int32
     PDL: tl.constexpr,
 ):
     """Grid: SCHEDULER_CTAS, then one program for each COPY_PAGES page numbers.

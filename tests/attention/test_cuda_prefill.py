@@ -122,6 +122,8 @@ CASES = [
             "cap, rows beyond the batch": {"logits_soft_cap": 5.0, "padding": 70, "spare_batch": 3},
             "split": {**_SPLIT, "causal": False},
             "alternating warpgroups": {"planner": {"tile_rows": 16}},
+            "hidden ends": {"masked": "documents", "heads": (4, 4)},
+            "hidden ends, split": {**_SPLIT, "causal": False, "masked": "band", "sinks": 1.0},
         }.items()
     ),
 ]
@@ -159,6 +161,32 @@ CASES += [
         "long": {"kv_lens": (40000,), "qo_lens": (20,), "heads": (4, 2)},
         "mask": {"masked": 0.4, "padding": 70, "spare_batch": 3},
         "mask, few keys seen, pages of one token": {"masked": 0.01, "page_size": 1, "kv_layout": "HND"},
+        "mask, split, all options": {**_SPLIT, "masked": 0.4, "causal": False, "sinks": 1.0, "window_left": 1500},
+        "mask that hides ends": {"masked": "documents", "page_size": 8},
+        "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
+        "alternating warpgroups, split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
+    }.items()
+]
+
+CASES += [
+    replace(BASE, name=f"ALiBi {dims[0]}, {name}", head_dims=dims, pos_encoding="ALIBI", **options)
+    for dims in ((128, 128), (64, 64))
+    for name, options in {
+        "causal": {},
+        "not causal": {"causal": False, "dtype": torch.float16, "heads": (12, 3)},
+        "one KV head, many rows": {"heads": (7, 1), "qo_lens": (700, 9, 40, 2, 5, 300)},
+        "groups of 5 in pages of 64": {"heads": (10, 2), "page_size": 64, "kv_layout": "HND"},
+        "groups larger than a unit": {"heads": (200, 1), "dtype": torch.float16},
+        "MHA, more rows than keys": {"heads": (6, 6), "qo_lens": (100, 30, 70, 0, 5, 300)},
+        "windows on both sides": {"window_left": 50, "window_right": 20, "causal": False},
+        "cap and sinks": {"logits_soft_cap": 5.0, "sinks": 1.0, "heads": (12, 4)},
+        "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
+        "few and no keys": {"kv_lens": (5, 0, 33, 1, 1, 60), "storage": "padded"},
+        "query tiles that fill three consumers": {"planner": {"tile_rows": 96}},
+        "long": {"kv_lens": (40000,), "qo_lens": (20,), "heads": (4, 2)},
+        "mask": {"masked": 0.4, "padding": 70, "spare_batch": 3},
+        "mask, few keys seen, pages of one token": {"masked": 0.01, "page_size": 1, "kv_layout": "HND"},
+        "mask, cap, heads of no power of 2": {"masked": 0.4, "logits_soft_cap": 5.0, "heads": (10, 2)},
         "mask, split, all options": {**_SPLIT, "masked": 0.4, "causal": False, "sinks": 1.0, "window_left": 1500},
         "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
         "alternating warpgroups, split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},

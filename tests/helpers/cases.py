@@ -18,7 +18,8 @@ class Case:
 
     ``padding`` counts query rows that belong to no request, ``spare_batch`` requests that the plan's capacity exceeds
     the batch and those rows by. ``sinks`` is their standard deviation, 0 for none. ``kv_dtype`` None is the dtype of
-    the query. ``masked`` is the share of keys that a custom mask lets a row see. ``planner`` holds planner arguments.
+    the query. ``masked`` is the share of keys that a custom mask lets a row see, or a name of :data:`.masks.SHAPES`.
+    ``planner`` holds planner arguments.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Case:
     kv_scale: tuple[float, float] | None = None
     pos_encoding: str = "NONE"
     rope: tuple[float, float] = (1.0, 1e4)  # scale, theta
-    masked: float | None = None
+    masked: float | str | None = None
     out_dtype: torch.dtype | None = None
     planner: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -226,7 +227,7 @@ _POSITIONS: dict[str, tuple[Any, ...]] = {
     "kv_dtype": (torch.float8_e4m3fn, torch.float8_e5m2),
     "pos_encoding": ("ROPE_LLAMA", "ALIBI"),
 }
-_MASKS: dict[str, tuple[Any, ...]] = {"masked": (0.5, 0.02, 1.0)}
+_MASKS: dict[str, tuple[Any, ...]] = {"masked": (0.5, 0.02, 1.0, "causal", "band")}
 
 
 def special(base: Case, axes: dict[str, tuple[Any, ...]], more: dict[str, tuple[Any, ...]]) -> list[Case]:

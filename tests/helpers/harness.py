@@ -15,7 +15,7 @@ from attn_ops.plan.sizing import MIN_PACKED_ROWS
 from attn_ops.plan.state import PlanProblem
 from helpers.cases import Case
 from helpers.fp8_products import Fp8Expected
-from helpers.masks import pack
+from helpers.masks import make, pack
 from helpers.oracle import GARBAGE, Expected, PagedBatch
 
 CPU_BACKENDS = ("reference", "auto")
@@ -197,11 +197,11 @@ class Setup:
 
     def _mask(self) -> None:
         """Little-endian bits. Every request begins at a new byte."""
-        shapes, share = list(zip(self.qo_lens, self.case.kv_lens, strict=True)), self.case.masked
+        shapes, masked = list(zip(self.qo_lens, self.case.kv_lens, strict=True)), self.case.masked
         self.masks: list[Any] = [None] * len(shapes)
         self.packed_mask = None
-        if share is not None:
-            self.masks = [torch.rand(shape, generator=self.generator) < share for shape in shapes]
+        if masked is not None:
+            self.masks = [make(masked, *shape, self.generator) for shape in shapes]
             self.packed_mask = pack(self.masks).to(self.device)
 
     def _paged(self) -> None:

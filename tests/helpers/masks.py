@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def _positions(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(tokens - rows, tokens)[:, None], torch.arange(tokens)[None]
+
+
+def causal(rows: int, tokens: int) -> Tensor:
+    """What ``causal=True`` lets rows see."""
+    row, token = _positions(rows, tokens)
+    return token <= row
+
+
+def band(rows: int, tokens: int) -> Tensor:
+    """Up to 40 tokens before the row's position, which is hidden itself."""
+    row, token = _positions(rows, tokens)
+    return (token < row) & (token >= row - 40)
+
+
+def documents(rows: int, tokens: int) -> Tensor:
+    """The tokens of the row's document. Documents have 150 tokens, and the first of each sees all of them."""
+    row, token = _positions(rows, tokens)
+    return (token // 150 == row // 150) | ((row % 150 == 0) & (token <= row))
+
+
+SHAPES: dict[str, Callable[[int, int], Tensor]] = {"causal": causal, "band": band, "documents": documents}
+"""Masks that hide whole KV tiles at the beginning or at the end, by name."""
+
+
+def make(masked: float | str, rows: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """The mask of that name, or one of random bits, of which ``masked`` is the share that is True."""
+    if isinstance(masked, str):
+        return SHAPES[masked](rows, tokens)
+    return torch.rand(rows, tokens, generator=generator) < masked
 
 
 def pack(masks: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
 from attn_ops.kernels.cuda import mla, prefill
+from helpers import masks
 from helpers.cuda_host import Host, needs_a_compiler
 from helpers.cuda_kernels import PTX_TYPES, check_syntax, compiled_parameters, declared_parameters, needs_nvrtc
 from helpers.page_tables import indptr, page_table
@@ -27,9 +28,12 @@ KERNELS = {
     "mla, one consumer": mla.SPECIALIZATIONS["mla_swap_ab", 16, 2, torch.bfloat16, False, False],
     "mla, FP8": mla.SPECIALIZATIONS["mla_swap_ab", 16, 1, torch.bfloat16, True, False],
     "prefill": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False)],
+    "prefill mask": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False, custom_mask=True)],
     "prefill FP8": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, True)],
     "prefill FP8, few rows": prefill.SPECIALIZATIONS[PrefillKey(64, 64, "pages", torch.float16, True, "few")],
-    "prefill RoPE": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False, rope=True)],
+    "prefill RoPE": prefill.SPECIALIZATIONS[
+        PrefillKey(128, 128, "pages", torch.bfloat16, False, pos_encoding="ROPE_LLAMA")
+    ],
 }
 
 
@@ -79,10 +83,14 @@ def _mla(heads: int, kv_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
 
 
 def _prefill(
-    kv_dtype: torch.dtype = torch.bfloat16, dim: int = 128, tile_rows: int | None = None, **options: Any
+    kv_dtype: torch.dtype = torch.bfloat16,
+    dim: int = 128,
+    tile_rows: int | None = None,
+    rows: int = 100,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    planner = _planner(2, 1, dim, dim, 100, tile_rows)
-    q = torch.randn(300, 2, dim).bfloat16()
+    planner = _planner(2, 1, dim, dim, rows, tile_rows)
+    q = torch.randn(3 * rows, 2, dim).bfloat16()
     k, v = (torch.randn(planner.max_pages, 64, 1, dim).to(kv_dtype) for _ in range(2))
     return prefill.batch_prefill(q, k, v, list(planner.state), planner.workspace, **options)
 
@@ -143,6 +151,35 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
         assert consumers == [2 * tiles] * (3 if "three" in kernel else 2)
     assert len(clocks.account(found[None], roles)) == len(roles)
     assert clocks.span(found[None]).startswith("last start ")
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("rows", [200, 100])
+@pytest.mark.parametrize("name", [*masks.SHAPES, "first token", "last token", "nothing"])
+def test_kv_tiles_at_both_ends_that_a_mask_hides_are_not_computed(name: str, rows: int) -> None:
+    """Two heads: a unit has 64 rows, and the KV tiles that one of its consumers needs. Few rows have all tiles."""
+
+    def seen(length: int) -> Tensor:
+        if name in masks.SHAPES:
+            return masks.SHAPES[name](rows, length)
+        tokens = {"first token": 0, "last token": length - 1}
+        return (torch.arange(length) == tokens.get(name, -1)).expand(rows, -1)
+
+    requests = [seen(length) for length in KV_LENS]
+    with Host(sms=2, seed=1).installed(), clocks.recording() as launches:
+        _prefill(rows=rows, mask=masks.pack(requests))
+    ((_, found),) = launches
+    phases, others = clocks.columns()
+    tiles = found[:, :, len(phases) + others.index("Tiles")]
+    if rows == 200:
+        units = [part.any(0).nonzero().flatten() // 128 for mask in requests for part in mask.split(64)]
+        expected = sum((unit[-1] - unit[0] + 1).item() for unit in units if unit.numel())
+        assert (expected > 0) == (name != "nothing")
+    else:
+        expected = 2 * (3 + 1 + 2)
+    for role, warps in clocks.ROLES["prefill"].items():
+        if role.startswith("consumer"):
+            assert tiles[:, warps[0]].sum() == expected
 
 
 @needs_nvrtc

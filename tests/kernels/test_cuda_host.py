@@ -37,6 +37,7 @@ UNSEEN: dict[str, Any] = {"qo_lens": (300, 2), "kv_lens": (500, 2), "heads": (2,
 LARGE_BATCH: dict[str, Any] = {"qo_lens": (110, 0, 33, 2), "kv_lens": (200, 0, 150, 2), "planner": {"tile_rows": 48}}
 SPLIT_LARGE = SPLIT | {"qo_lens": (110, 0, 33, 2), "planner": {"num_ctas": 12, "tile_rows": 192}}
 """Query tiles of heads of 128 that fill three consumers, as plans of large batches have."""
+ENDS: dict[str, Any] = {"qo_lens": (180, 0, 33, 2), "kv_lens": (1300, 0, 500, 2), "heads": (2, 1)}
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
 
 PREFILL = [
@@ -94,6 +95,9 @@ PREFILL = [
     ("ragged", _case("192/128, mask", head_dims=(192, 128), heads=(4, 1), **LONGER, masked=0.5)),
     ("prefill", _case("256, mask", **F16_256, masked=0.5, window_right=9, page_size=64)),
     ("prefill", _case("large batch, mask", **LARGE_BATCH, masked=0.5)),
+    ("prefill", _case("mask that hides ends", **ENDS, masked="documents")),
+    ("ragged", _case("64, mask that hides ends, splits", **F16_64 | SPLIT | ENDS, masked="band", sinks=1.0)),
+    ("prefill", _case("mask in place of causal", **ENDS, masked="causal", page_size=64)),
 ]
 
 FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}
@@ -113,6 +117,7 @@ FEW_ROWS_PREFILL = [
     _case("few rows, 64", **FP8_KV | FEW_ROWS, head_dims=(64, 64)),
     _case("few rows, 64, mask", **FP8_KV | FEW_ROWS | {"causal": False}, head_dims=(64, 64), masked=0.1),
     _case("few rows, 256", **FP8_KV | FEW_ROWS | OF_256, logits_soft_cap=5.0, dtype=torch.float16),
+    _case("few rows, tokens, hidden ends", **FP8_KV | FEW_ROWS | {"causal": False}, masked="band", page_size=5),
     _case("few rows, 256, tokens", **FP8_E5M2 | FEW_ROWS | OF_256, page_size=3),
 ]
 """Query tiles of at most 64 packed rows."""
@@ -207,9 +212,12 @@ def test_fp8_tokens_before_the_window_may_be_nan(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("masked", [0.02, "band"])
 @pytest.mark.parametrize(("kind", "page_size"), [("prefill", 16), ("prefill", 3), ("ragged", 1)])
-def test_tokens_that_a_mask_hides_from_all_rows_may_be_nan(kind: str, page_size: int, fp8: bool) -> None:
-    case = _case("hidden", kv_lens=(330,), qo_lens=(20,), masked=0.02, page_size=page_size)
+def test_tokens_that_a_mask_hides_from_all_rows_may_be_nan(
+    kind: str, page_size: int, masked: float | str, fp8: bool
+) -> None:
+    case = _case("hidden", kv_lens=(330,), qo_lens=(20,), masked=masked, page_size=page_size)
     setup = Setup(kind, replace(case, **FP8_KV) if fp8 else case)
     (mask,) = setup.masks
     hidden = (~mask.any(0)).nonzero().flatten()
@@ -306,13 +314,14 @@ def test_the_counter_of_units_is_0_again_and_one_that_was_not_heals() -> None:
             assert plan.queue[0] == 0 or number < 0
 
 
-@pytest.mark.parametrize("masked", [None, 0.5])
+@pytest.mark.parametrize(("masked", "pos_encoding"), [(None, "NONE"), (0.5, "NONE"), (None, "ALIBI")])
 @pytest.mark.parametrize("seed", range(8))
-def test_plans_of_random_extremes_stay_within_the_tensors(seed: int, masked: float | None) -> None:
+def test_plans_of_random_extremes_stay_within_the_tensors(seed: int, masked: float | None, pos_encoding: str) -> None:
     """A result means nothing then: several work items may have the same rows."""
     kind = ("prefill", "ragged")[seed % 2]
     causal = seed % 3 == 0 and masked is None
-    setup = Setup(kind, _case("extremes", **SPLIT | F16_64, causal=causal, masked=masked, padding=2))
+    options: dict[str, Any] = {"causal": causal, "masked": masked, "pos_encoding": pos_encoding}
+    setup = Setup(kind, _case("extremes", **SPLIT | F16_64 | options, padding=2))
     arguments = random_plan(setup.arguments, seed)
     with Host(sms=2, seed=seed).installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_call, "combine_split_tiles", lambda *_, **__: None)

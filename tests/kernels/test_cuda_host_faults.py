@@ -215,6 +215,49 @@ ROPE_FAULTS = {
     ),
 }
 
+ALIBI_FAULTS = {
+    "rows of all requests": Planted(
+        Fault(
+            "to.bias_row = int(p.has_cap ? in_request : position), "
+            "to.bias_rest = int(uint32(to.bias_row) - in_request);",
+            "to.bias_row = position, to.bias_rest = to.bias_row - int(in_request + first);",
+        ),
+        "differs",
+    ),
+    "positions in the KV": Planted(
+        Fault("row_max += alibi_slope(block.head + head, num_heads) * float(block.bias_rest) * kLog2e;", ";"),
+        "differs",
+    ),
+    "the slope of the first head": Planted(
+        Fault(
+            "of[r] = alibi_slope(head + packed - row_of(packed) * p.group, p.num_kv_heads * p.group) / scale;",
+            "of[r] = alibi_slope(head, p.num_kv_heads * p.group) / scale;",
+        ),
+        "differs",
+    ),
+    "slopes of a power of 2 of heads": Planted(
+        Fault(
+            "return exp2_approx(float(beyond < 0 ? -8 * (head + 1) : -8 * beyond - 4) * inverse);",
+            "return exp2_approx(float(-8 * (head + 1)) * inverse);",
+        ),
+        "differs",
+    ),
+    "no bias of tiles that all rows see whole": Planted(
+        Fault(
+            "if (first + kTile <= plain_end && first >= visible_begin) [[likely]] return;",
+            "if (first + kTile <= visible_end && first >= visible_begin) return;",
+        ),
+        "differs",
+    ),
+    "slopes are not divided by the scale": Planted(
+        Fault(
+            "of[r] = alibi_slope(head + packed - row_of(packed) * p.group, p.num_kv_heads * p.group) / scale;",
+            "of[r] = alibi_slope(head + packed - row_of(packed) * p.group, p.num_kv_heads * p.group);",
+        ),
+        "differs",
+    ),
+}
+
 STAGED = "fence_async_shared();\n  __syncwarp();"
 BULK_STORE = """if (lane % 4 == 0 && exists[r])
       store_bulk(to.values + (row[r] * kLatent + first_column) / 2, staged + (lane / 4 + 8 * r) * kStagedRowBytes,
@@ -486,6 +529,37 @@ MASK_FAULTS = {
         ),
         "differs",
     ),
+    "the last KV tile that a row sees": Planted(
+        Fault(
+            "if (words) return min(last, token + ((31 - __clz(words)) / kTileLanes + 1) * kTile);",
+            "if (words) return min(last, token + (31 - __clz(words)) / kTileLanes * kTile);",
+        ),
+        "differs",
+        case="band",
+    ),
+    "the first KV tile that a row sees": Planted(
+        Fault(
+            "if (words) return first + (__ffs(words) - 1) / kTileLanes * kTile;",
+            "if (words) return first + ((__ffs(words) - 1) / kTileLanes + 1) * kTile;",
+        ),
+        "differs",
+        case="band",
+    ),
+    "tiles at the ends by the mask of few rows": Planted(
+        Fault(
+            "for (int i = 0; i < kRows; ++i) of_rows |= bits[i][word];",
+            "for (int i = 0; i < kRows && first + i < 8; ++i) of_rows |= bits[i][word];",
+        ),
+        "differs",
+        case="band",
+    ),
+    "the unit is read before all know it": Planted(
+        Fault(
+            "if (takes && !schedule.next(p, unit)) unit = {};\n  __syncwarp();",
+            "if (takes && !schedule.next(p, unit)) unit = {};",
+        ),
+        "race|uninitialised",
+    ),
     "a mask is read before it is stored": Planted(
         Fault(
             "store_mask(mask_of(p, uniform(block.request), uniform(block.row)), shared);",
@@ -534,7 +608,9 @@ def test_faults_of_prefill_are_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", *MASK_FAULTS])
 def test_faults_of_custom_masks_are_noticed(name: str) -> None:
-    setup = Setup("ragged", prefill_case("mask", **SIZES, heads=(4, 2), masked=0.04))
+    ends = name in MASK_FAULTS and MASK_FAULTS[name].case == "band"
+    sizes = {"kv_lens": (400, 70), "qo_lens": (280, 33), "masked": "band"} if ends else SIZES | {"masked": 0.04}
+    setup = Setup("ragged", prefill_case("mask", **sizes, heads=(4, 2)))
     hidden = torch.cat([~mask.any(0) for mask in setup.masks]).nonzero().flatten()
     setup.fill_with_nan(hidden)
     with _faulty(MASK_FAULTS, name).installed(), _noticed(MASK_FAULTS, name):
@@ -581,6 +657,14 @@ def test_faults_of_rope_are_noticed(name: str) -> None:
     case = prefill_case("RoPE", **sizes, pos_encoding="ROPE_LLAMA", causal=True)
     with _noticed(ROPE_FAULTS, name):
         attend("prefill", case, _faulty(ROPE_FAULTS, name))
+
+
+@pytest.mark.parametrize("name", ["", *ALIBI_FAULTS])
+def test_faults_of_alibi_are_noticed(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (70, 33), "heads": (6, 2)}
+    case = prefill_case("ALiBi", **sizes, pos_encoding="ALIBI", causal=True)
+    with _noticed(ALIBI_FAULTS, name):
+        attend("prefill", case, _faulty(ALIBI_FAULTS, name))
 
 
 @pytest.mark.parametrize("name", ["", *MLA_FAULTS])

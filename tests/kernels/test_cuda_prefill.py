@@ -39,7 +39,11 @@ SPILL_BYTES = 80
 exponentials of a soft cap."""
 
 TOKENS_SPILL_BYTES = 96
-"""The same of images that copy tokens or read a custom mask, whose producers spill some words too, of 32 registers."""
+"""The same of images that copy tokens, whose producers spill some words too."""
+
+MASK_SPILL_BYTES = 120
+"""The same of images that read a custom mask: the scheduler spills, once for a unit, of 32 registers with three consumers.
+"""
 
 
 def _spills(key: PrefillKey) -> tuple[int, int]:
@@ -48,8 +52,9 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     Masked tiles alone load the bounds. With a custom mask all tiles are masked, and more is loaded.
     """
     if key.custom_mask:
-        return (11, 3)
-    has_160_registers = key[:2] == (64, 64) and (key.rows == "few" or not (key.fp8 or key.rope))  # and long tiles
+        return (11 + (key.pos_encoding == "ALIBI"), 3)
+    converters = key.fp8 or key.pos_encoding == "ROPE_LLAMA"
+    has_160_registers = key[:2] == (64, 64) and (key.rows == "few" or not converters)  # and long tiles
     if key[:2] == (128, 128) and key.dtype == E4M3:
         return (5, 0)  # the fifth is a sum
     return (4, 0) if has_160_registers else (0, 0)
@@ -190,7 +195,7 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
 
 TABLES = (
     *(prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.KV_FP8_TILES, prefill.FEW_ROWS_TILES),
-    *(prefill.FP8_TILES, prefill.ROPE_TILES),
+    *(prefill.FP8_TILES, prefill.ROPE_TILES, prefill.ALIBI_TILES),
 )
 TILES = [tile for table in TABLES for tile in table.values()]
 
@@ -225,7 +230,8 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
     one, tile = prefill.SPECIALIZATIONS[key], prefill.TILE_OF[key]
     tokens = tile.tokens
-    assert usage_of(one).stack <= (TOKENS_SPILL_BYTES if key.loads == "tokens" or key.custom_mask else SPILL_BYTES)
+    spills = TOKENS_SPILL_BYTES if key.loads == "tokens" else SPILL_BYTES
+    assert usage_of(one).stack <= (MASK_SPILL_BYTES if key.custom_mask else spills)
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     # Last product; next unit's logits.
@@ -369,10 +375,13 @@ TAKEN: list[dict[str, Any]] = [
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS - {"mask"}))},
     {"options": ("mask",), "page_size": 1},
     *(
-        {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
-        for dims in prefill.ROPE_TILES
+        {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "options": ("pos_encoding",), "pos_encoding": encoding}
+        for encoding, tiles in (("ROPE_LLAMA", prefill.ROPE_TILES), ("ALIBI", prefill.ALIBI_TILES))
+        for dims in tiles
     ),
     {"options": ("mask", "pos_encoding"), "pos_encoding": "ROPE_LLAMA"},
+    {"options": ("mask", "pos_encoding"), "pos_encoding": "ALIBI", "page_size": 1},
+    {"op": "single_prefill", "page_size": 0, "options": ("causal", "pos_encoding"), "pos_encoding": "ALIBI"},
 ]
 
 
@@ -403,6 +412,7 @@ FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
     ({"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}, "it does not implement pos_encoding"),
+    ({"options": ("pos_encoding",), "pos_encoding": "ALIBI"}, "it does not implement pos_encoding"),
 ]
 
 
@@ -452,13 +462,15 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_prefill(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
-    masked, rope = "mask" in problem.options, problem.pos_encoding == "ROPE_LLAMA"
-    key = PrefillKey(*dims, _loads(problem), problem.dtype, False, custom_mask=masked, rope=rope)
-    keys = [key, key._replace(rows="many")] if dims == (128, 128) and not (masked or rope) else [key]
+    masked, encoding = "mask" in problem.options, problem.pos_encoding
+    key = PrefillKey(*dims, _loads(problem), problem.dtype, False, custom_mask=masked, pos_encoding=encoding)
+    plain = not masked and encoding == "NONE"
+    keys = [key, key._replace(rows="many")] if dims == (128, 128) and plain else [key]
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
 ROPE: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
+ALIBI: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ALIBI"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
@@ -468,13 +480,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
     (ROPE | {"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile with RoPE"),
     (ROPE | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
+    (ALIBI | {"head_dim_qk": 256, "head_dim_vo": 256}, "head dimensions 256 and 256 have no tile with ALiBi"),
+    (ALIBI | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"num_qo_heads": 32769, "num_kv_heads": 1}, "it needs at most 32768 query heads per KV head"),
     ({"layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"layout": MemoryLayout(mappable=False)}, unsupported.UNMAPPABLE),
     ({"layout": MemoryLayout(joinable=False)}, unsupported.UNJOINABLE),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
-    ({"options": ("pos_encoding",), "pos_encoding": "ALIBI"}, "it does not implement pos_encoding"),
     ({"options": ("kv_scale",)}, "it does not implement kv_scale"),
     ({"options": ("causal",), "context_ranks": 2}, "it does not implement causal on the keys of one rank"),
     ({"options": ("window_left",), "context_ranks": 2}, "it does not implement window_left on the keys of one rank"),

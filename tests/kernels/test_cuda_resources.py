@@ -25,7 +25,11 @@ SPILL_BYTES = 80
 exponentials of a soft cap."""
 
 TOKENS_SPILL_BYTES = 96
-"""The same of images that copy tokens or read a custom mask, whose producers spill some words too, of 32 registers."""
+"""The same of images that copy tokens, whose producers spill some words too."""
+
+MASK_SPILL_BYTES = 120
+"""The same of images that read a custom mask: the scheduler spills, once for a unit, of 32 registers with three consumers.
+"""
 
 SHARED_MEMORY, REGISTER_FILE = 228 << 10, 255
 """Of a CTA, in bytes, with the KiB that the system reserves; and of a thread."""
@@ -39,8 +43,8 @@ def measured() -> dict[str, Usage]:
 def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
     for name, row in measured.items():
         assert row.shared <= SHARED_MEMORY, name
-        more = "KV_CP_ASYNC" in name or "CUSTOM_MASK" in name
-        assert row.stack <= (TOKENS_SPILL_BYTES if more else SPILL_BYTES), name
+        spills = TOKENS_SPILL_BYTES if "KV_CP_ASYNC" in name else SPILL_BYTES
+        assert row.stack <= (MASK_SPILL_BYTES if "CUSTOM_MASK" in name else spills), name
         assert row.registers <= REGISTER_FILE, name
 
 

@@ -79,12 +79,14 @@ def _lines(op: str, arguments: dict[str, Any]) -> dict[str, str]:
         _prefill(window_left=20, window_right=5, causal=False),
         _prefill(storage="fused"),
         _prefill(masked=0.5),
+        _prefill(pos_encoding="ALIBI"),
+        _prefill("ragged", pos_encoding="ALIBI", masked=0.5, head_dims=(64, 64)),
         _mla(),
         _mla(page_size=192, dtype=torch.float16, causal=True),
         _mla(kv_dtype=E4M3, kv_scale=torch.ones(2)),
         _mla(kv_dtype=E5M2, tile_rows=1),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, Any]]) -> None:
     kernel = MLA if call[0] == "batch_mla" else PREFILL
@@ -122,7 +124,7 @@ def test_pages_have_any_size(call: tuple[str, dict[str, Any]], kernel: str) -> N
         (_prefill(dtype=torch.float32), "not a 16-bit dtype"),
         (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
         (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
-        (_prefill(pos_encoding="ALIBI"), "does not implement pos_encoding"),
+        (_prefill(pos_encoding="ALIBI", head_dims=(256, 256)), "no tile with ALiBi"),
         (_prefill(kv_scale=(1.0, 2.0)), "does not implement kv_scale"),
         (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),
         (_mla(dtype=torch.float32), "not a 16-bit dtype"),

@@ -73,3 +73,4 @@ inline bool __any_sync(unsigned, bool x) { return host::any(x); }
 inline unsigned __ballot_sync(unsigned, bool x) { return host::ballot(x); }
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+inline int __clz(unsigned x) { return std::countl_zero(x); }
