@@ -42,8 +42,7 @@ TOKENS_SPILL_BYTES = 96
 """The same of images that copy tokens, whose producers spill some words too."""
 
 MASK_SPILL_BYTES = 120
-"""The same of images that read a custom mask: the scheduler spills, once for a unit, of 32 registers with three consumers.
-"""
+"""The same of images that read a custom mask, whose scheduler has 32 registers with three consumers."""
 
 
 def _spills(key: PrefillKey) -> tuple[int, int]:
