@@ -63,7 +63,9 @@ DEVICE UnitMask mask_of(const Problem& p, int request, int row) {
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) bytes += __shfl_xor_sync(~0u, bytes, lanes);
   const int stride = p.kv_len[request];
-  return {int64(8 * bytes + (wide(row) - wide(p.qo_indptr[request])) * wide(stride)), stride};
+  const uint64 first = 8 * bytes + (wide(row) - wide(p.qo_indptr[request])) * wide(stride), end = 8 * p.mask_bytes;
+  if (first >= end || stride < 0) return {int64(end), 0};  // the mask has no bit of these rows
+  return {int64(first), stride};
 }
 
 // This warp's copy in shared memory, where it takes no registers.
@@ -108,7 +110,8 @@ constexpr int kTreeRows = 128;  // query rows of a request, at most, whose mask 
 
 DEVICE int rows_of_request(const Problem& p, int request) {
   if (!p.kv_len) return p.rows;
-  return uint32(request) < uint32(p.max_batch) ? p.qo_indptr[request + 1] - p.qo_indptr[request] : 0;
+  if (uint32(request) >= uint32(p.max_batch)) return 0;
+  return int(uint32(p.qo_indptr[request + 1]) - uint32(p.qo_indptr[request]));  // wraps, for any contents of a plan
 }
 
 // One warp: looks for KV tiles that the mask lets a query row of a unit see. Windows are those of the whole unit.
@@ -179,7 +182,7 @@ struct Scan {
   }
 };
 
-// One warp: the KV tokens of a unit become those from the first KV tile to the last that a query row sees. Most masks
+// One warp: the KV tokens of a unit become those from the first KV tile to the last that a query row sees. Many masks
 // hide neither the first nor the last: these are looked at together.
 //
 // Not for requests of few query rows: their masks are trees of draft tokens, which hide none of the tokens before, and

@@ -26,6 +26,8 @@ from helpers.harness import Setup
 from helpers.hostile_plans import random_plan
 from helpers.masks import pack, truncated
 
+from attn_ops.plan.state import WORK_FIELDS, PrefillPlan
+
 merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
@@ -117,7 +119,7 @@ FEW_ROWS_PREFILL = [
     _case("few rows, 64", **FP8_KV | FEW_ROWS, head_dims=(64, 64)),
     _case("few rows, 64, mask", **FP8_KV | FEW_ROWS | {"causal": False}, head_dims=(64, 64), masked=0.1),
     _case("few rows, 256", **FP8_KV | FEW_ROWS | OF_256, logits_soft_cap=5.0, dtype=torch.float16),
-    _case("few rows, tokens, hidden ends", **FP8_KV | FEW_ROWS | {"causal": False}, masked="band", page_size=5),
+    _case("few rows, tokens, hidden ends", **FP8_KV | ENDS, masked="band", page_size=5, planner={"tile_rows": 16}),
     _case("few rows, 256, tokens", **FP8_E5M2 | FEW_ROWS | OF_256, page_size=3),
 ]
 """Query tiles of at most 64 packed rows."""
@@ -322,7 +324,10 @@ def test_plans_of_random_extremes_stay_within_the_tensors(seed: int, masked: flo
     causal = seed % 3 == 0 and masked is None
     options: dict[str, Any] = {"causal": causal, "masked": masked, "pos_encoding": pos_encoding}
     setup = Setup(kind, _case("extremes", **SPLIT | F16_64 | options, padding=2))
-    arguments = random_plan(setup.arguments, seed)
+    _stays_within_the_tensors(kind, random_plan(setup.arguments, seed), seed)
+
+
+def _stays_within_the_tensors(kind: str, arguments: dict[str, Any], seed: int = 0) -> None:
     with Host(sms=2, seed=seed).installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_call, "combine_split_tiles", lambda *_, **__: None)
         try:
@@ -330,6 +335,25 @@ def test_plans_of_random_extremes_stay_within_the_tensors(seed: int, masked: flo
         except HostError as error:
             if not re.match(r"race(.|\n)* of (out|lse|partial)", str(error)):
                 raise
+
+
+LEAST, MOST = -(2**31), 2**31 - 1
+HOSTILE_LENGTHS: dict[str, dict[str, list[int]]] = {
+    "a negative length": {"kv_len": [1_000_000, -(2**23), 300]},
+    "bits beyond 2^63": {"qo_indptr": [LEAST, MOST, 140, 340], "kv_len": [MOST, 0, MOST]},
+    "rows beyond 2^31": {"qo_indptr": [LEAST, MOST, 140, 340], "kv_len": [300, 300, 300]},
+}
+
+
+@pytest.mark.parametrize("request_of_items", [0, 1, 2])
+@pytest.mark.parametrize("name", HOSTILE_LENGTHS)
+def test_masks_of_hostile_lengths_stay_within_the_tensors(name: str, request_of_items: int) -> None:
+    setup = Setup("ragged", _case(name, **F16_64, kv_lens=(300,) * 3, qo_lens=(140,) * 3, heads=(2, 1), masked=0.5))
+    plan = PrefillPlan(*setup.arguments["plan"])
+    for field, values in HOSTILE_LENGTHS[name].items():
+        getattr(plan, field).copy_(torch.tensor(values, dtype=torch.int32))
+    plan.work[:, WORK_FIELDS.index("request")] = request_of_items
+    _stays_within_the_tensors("ragged", setup.arguments)
 
 
 def _states(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

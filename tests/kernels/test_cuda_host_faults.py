@@ -509,8 +509,8 @@ MLA_TOKEN_FAULTS = TOKEN_FAULTS | {
 MASK_FAULTS = {
     "no bits of the requests before": Planted(
         Fault(
-            "return {int64(8 * bytes + (wide(row) - wide(p.qo_indptr[request])) * wide(stride)), stride};",
-            "return {int64((wide(row) - wide(p.qo_indptr[request])) * wide(stride)), stride};",
+            "bytes += ((wide(p.qo_indptr[b + 1]) - wide(p.qo_indptr[b])) * wide(p.kv_len[b]) + 7) / 8;",
+            "bytes += 0;",
         ),
         "differs",
     ),
