@@ -20,7 +20,7 @@ BUDGET = {
     "frontend": 125,
     "fuzz": 32,
     "integrations": 55,
-    "kernels": 980,
+    "kernels": 1180,
     "native": 36,
     "ops": 85,
     "paging": 5,
