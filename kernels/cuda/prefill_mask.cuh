@@ -165,8 +165,8 @@ struct Scan {
   // Where the first KV tile of [first, last) begins that a row sees; `last` without one.
   DEVICE int first_tile(int first, int last, int lane) const {
     for (; first < last; first += kTokens) {
-      const uint32 words = lanes(first + kLaneTokens * lane, kFirstTile, ~0u);
-      if (words) return first + (__ffs(words) - 1) / kTileLanes * kTile;
+      const uint32 seen = lanes(first + kLaneTokens * lane, kFirstTile, ~0u);
+      if (seen) return first + (__ffs(seen) - 1) / kTileLanes * kTile;
     }
     return last;
   }
@@ -175,8 +175,8 @@ struct Scan {
   DEVICE int last_tile(int first, int last, int lane) const {
     for (int token = first + (last - first - 1) / kTokens * kTokens; token >= first; token -= kTokens) {
       const uint32 tile = kFirstTile << min(last - token - 1, kTokens - 1) / kTile * kTileLanes;
-      const uint32 words = lanes(token + kLaneTokens * lane, tile, ~0u);
-      if (words) return min(last, token + ((31 - __clz(words)) / kTileLanes + 1) * kTile);
+      const uint32 seen = lanes(token + kLaneTokens * lane, tile, ~0u);
+      if (seen) return min(last, token + ((31 - __clz(seen)) / kTileLanes + 1) * kTile);
     }
     return first;
   }

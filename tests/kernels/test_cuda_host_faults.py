@@ -531,16 +531,16 @@ MASK_FAULTS = {
     ),
     "the last KV tile that a row sees": Planted(
         Fault(
-            "if (words) return min(last, token + ((31 - __clz(words)) / kTileLanes + 1) * kTile);",
-            "if (words) return min(last, token + (31 - __clz(words)) / kTileLanes * kTile);",
+            "if (seen) return min(last, token + ((31 - __clz(seen)) / kTileLanes + 1) * kTile);",
+            "if (seen) return min(last, token + (31 - __clz(seen)) / kTileLanes * kTile);",
         ),
         "differs",
         case="band",
     ),
     "the first KV tile that a row sees": Planted(
         Fault(
-            "if (words) return first + (__ffs(words) - 1) / kTileLanes * kTile;",
-            "if (words) return first + ((__ffs(words) - 1) / kTileLanes + 1) * kTile;",
+            "if (seen) return first + (__ffs(seen) - 1) / kTileLanes * kTile;",
+            "if (seen) return first + ((__ffs(seen) - 1) / kTileLanes + 1) * kTile;",
         ),
         "differs",
         case="band",
