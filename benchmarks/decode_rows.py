@@ -58,8 +58,8 @@ def _fp8(row: DecodeRow) -> DecodeRow:
     return replace(row, goal=round(row.bytes() / FP8_GOAL_BYTES_PER_US, 1)) if row.kv_bytes() > 5e8 else row
 
 
-def _heads_of_64(row: DecodeRow) -> DecodeRow:
-    return replace(row, name=f"{row.name}, head_dim 64", head_dim=64)
+def _heads_of(head_dim: int, row: DecodeRow) -> DecodeRow:
+    return replace(row, name=f"{row.name}, head_dim {head_dim}", head_dim=head_dim)
 
 
 def _hnd(row: DecodeRow) -> DecodeRow:
@@ -90,16 +90,19 @@ ROWS: tuple[DecodeRow, ...] = (
     _even(32, 4096, (32, 8), 131, page_size=64),
     _even(32, 4096, (32, 2), None),
     _even(32, 4096, (48, 4), None),
-    _heads_of_64(_even(128, 2048, (32, 8), None)),
-    _heads_of_64(_even(64, 4096, (64, 8), None)),
-    _fp8(_heads_of_64(_even(64, 4096, (64, 8), None))),
+    _heads_of(64, _even(128, 2048, (32, 8), None)),
+    _heads_of(64, _even(64, 4096, (64, 8), None)),
+    _fp8(_heads_of(64, _even(64, 4096, (64, 8), None))),
     _fp8(_even(1, 32768, (32, 8), None)),
     _fp8(_even(32, 4096, (32, 8), None)),
     _fp8(_even(128, 8192, (32, 8), None)),
     _fp8(_even(256, 128, (32, 8), None)),
     _fp8(DecodeRow("1 x 64k + 63 x 512, 32/8", (65536, *[512] * 63), 32, 8, None)),
+    _heads_of(256, _even(32, 4096, (16, 8), None)),
+    _heads_of(256, _even(32, 4096, (16, 2), None)),
+    _heads_of(512, _even(32, 4096, (32, 4), None)),
     _hnd(_even(32, 4096, (32, 8), None)),
-    _hnd(_heads_of_64(_even(128, 2048, (32, 8), None))),
+    _hnd(_heads_of(64, _even(128, 2048, (32, 8), None))),
     _hnd(_fp8(_even(32, 4096, (32, 8), None))),
     _hnd(_fp8(_even(128, 8192, (32, 8), None))),
     _rope(_even(1, 4096, (32, 8), None)),

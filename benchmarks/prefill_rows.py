@@ -144,6 +144,9 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 8192, 8192, None, mask="causal"),
     _prefill(1, 8192, 8192, None, pos_encoding="ALIBI"),
     _prefill(32, 4, 4096, None, pos_encoding="ALIBI"),
+    _prefill(1, 8192, 8192, None, dims=(512, 512), heads=(32, 4)),
+    _prefill(8, 512, 8192, None, dims=(512, 512), heads=(8, 2)),
+    _prefill(32, 4, 4096, None, dims=(512, 512), heads=(32, 4)),
 )
 
 

@@ -37,14 +37,20 @@ CUDA_DECODE_PAGE = 16
 """Page sizes of the CUDA decode kernel are multiples of it. Others give boxes of 8 tokens, with which it is slower than
 the general kernel for FP8 caches, and for 16-bit heads of 64 whose number is odd."""
 
-CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
+CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
+
+CUDA_PREFILL_KV_FP8_HEAD_DIMS = CUDA_PREFILL_HEAD_DIMS - {(512, 512)}
+"""The same where it converts FP8 keys and values."""
 
 CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """The same where both products are of FP8."""
 
 CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
 """Head dims that have another 16-bit kernel, with three consumers, for the query tiles of large batches."""
+
+CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS = frozenset({(512, 512)})
+"""Head dims that have another 16-bit kernel for query tiles of one consumer's rows, which its consumers share."""
 
 CUDA_PREFILL_FEW_ROWS_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """Head dims that have another kernel for pages of FP8 that it converts, for query tiles of one consumer's rows."""
@@ -118,7 +124,7 @@ class PrefillKey(NamedTuple):
     """A specialization of ``prefill.cu``.
 
     loads         how it loads keys and values, as :func:`kv_loads` says
-    dtype         of the query; of few rows float16, in which these are multiplied
+    dtype         of the query; of few rows with FP8 keys and values float16, in which these are multiplied
     fp8           keys and values are of FP8
     rows          of a query tile: ``"few"``, at most those of a consumer; ``"many"``, which fill three consumers;
                   ``"any"``, the kernel for all others
@@ -139,10 +145,15 @@ class PrefillKey(NamedTuple):
         """This key, for any rows, and those of special kernels for few or many rows."""
         dims = self.head_dim_qk, self.head_dim_vo
         converted = self.fp8 and self.dtype not in FP8
-        few = converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
+        keys = [self]
+        if converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS:
+            keys.append(self._replace(rows="few", dtype=torch.float16))
+        if not self.fp8 and dims in CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS:
+            keys.append(self._replace(rows="few"))
         plain = not (self.fp8 or self.custom_mask) and self.pos_encoding == "NONE"
-        many = plain and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
-        return [self, *[self._replace(rows="few", dtype=torch.float16)] * few, *[self._replace(rows="many")] * many]
+        if plain and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
+            keys.append(self._replace(rows="many"))
+        return keys
 
 
 def kv_loads(paged: bool, page_size: int) -> str:

@@ -24,6 +24,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_GROUP,
     CUDA_PREFILL_HEAD_DIMS,
+    CUDA_PREFILL_KV_FP8_HEAD_DIMS,
     CUDA_PREFILL_ROPE_HEAD_DIMS,
     CUDA_VECTOR,
     DecodeKey,
@@ -300,7 +301,7 @@ def _cuda_prefill(
     p: Problem,
     of_dtypes: list[tuple[bool, str]],
     options: frozenset[str],
-    head_dims: frozenset[tuple[int, int]] = CUDA_PREFILL_HEAD_DIMS,
+    head_dims: frozenset[tuple[int, int]],
 ) -> list[str]:
     """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
     dims = p.head_dim_qk, p.head_dim_vo
@@ -372,4 +373,4 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
 def cuda_prefill_fp8(p: Problem) -> list[str]:
     """FP8 keys and values of 16-bit queries, which are converted to 16 bits."""
     checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"), *_has_prefill_maps(p)]
-    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"})
+    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"}, CUDA_PREFILL_KV_FP8_HEAD_DIMS)

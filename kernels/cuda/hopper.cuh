@@ -264,6 +264,9 @@ DEVICE void fence_registers(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The compiler computes nothing from `x` before this, as it would with what does not change in a loop.
+DEVICE void keep_in_loop(uint64& x) { asm volatile("" : "+l"(x)); }
+
 // Ends the life of an accumulator's values. A product that does not accumulate reads none, but the assembly of one has
 // the registers as operands, for which the compiler would keep them until then.
 template <int N>

@@ -63,11 +63,12 @@ def paged_map(
     box: int,
     row_bytes: int = ROW_BYTES,
     heads_of_box: int = 1,
+    column_parts: int = 1,
 ) -> tuple[TensorMap, int, int]:
     """The map of paged keys or values, and what a page and a head add to its outermost index.
 
     Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most. A box has several
-    heads where each is one row of a token.
+    heads where each is one row of a token. Or it has one of ``column_parts`` equal parts of the columns of a head.
     """
     page, token, head = strides
     if not (isinstance(page, int) and isinstance(head, int)):
@@ -78,5 +79,5 @@ def paged_map(
     rows, row = (heads_of_box, head) if heads_of_box > 1 else (t.shape[-1] // columns, columns)  # of a token
     shape = pages_and_heads, page_size // GROUP_TOKENS, rows, GROUP_TOKENS, columns
     strides = unit, GROUP_TOKENS * token, row, token, 1
-    boxes = 1, box // GROUP_TOKENS, rows, GROUP_TOKENS, columns
+    boxes = 1, box // GROUP_TOKENS, rows // column_parts, GROUP_TOKENS, columns
     return TensorMap(t, shape, strides, boxes, columns * t.element_size()), page // unit, head // unit

@@ -10,16 +10,17 @@
 //             query"
 //     ROPE    1 if queries and keys are rotated by their positions (ROPE_LLAMA)
 //     ALIBI   1 if logits get the bias of ALiBi
+//     SHARED_ROWS  1 with heads of 512, for work items of at most 64 packed rows: the consumers share them
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
 // unit is a block of packed rows of one work item for one KV head: 64 for each consumer. If a work item has 64 at most,
 // a unit has 64: two consumers have all of them, take alternate KV tiles and reduce their states at the end
-// (`split_kv`).
+// (`split_kv`). Units of heads of 512 are otherwise: see below.
 //
 // Roles
 // -----
-// warp 0            producer K: keys, by TMA into a ring of kKeyStages KV tiles
+// warp 0            producer K: keys, by TMA into a ring of kKeyStages KV tiles, or parts of them with heads of 512
 // warp 1            producer V: values, by TMA into a ring of kValueStages KV tiles
 // warps 2, 3        producer Q: the queries of the unit and of the next, into kQueries buffers. One thread, by TMA, if
 //                   a group divides 64, as a box then has 64 packed rows; otherwise all threads, by cp.async. Its first
@@ -93,6 +94,17 @@
 //
 // Producers run ahead into the next unit while consumers are in their epilogue.
 //
+// Heads of 512
+// ------------
+// An accumulator of 512 columns does not fit in the registers of a consumer, nor a second KV tile in shared memory. So
+// there are two units of the same packed rows and KV head, neighbours, each with kDimVo of the columns of values and of
+// O. Both compute the logits; the first stores the LSE. With SHARED_ROWS there is one unit, whose keys and values are
+// loaded once: its consumers have the same rows and all KV tiles, and divide the columns in place of the units.
+//
+// The ring of keys has kKeyParts stages for a KV tile, each with kKeyDim columns of its keys. Steps 3 and 5 are done
+// for each of them: when the consumer has issued the product with a part, it waits for that with the part before, and
+// arrives on its k_empty. Step 7 is that of the last part.
+//
 // FP8 keys and values
 // -------------------
 // The rings have 16-bit tiles, and consumers do the same as otherwise. Producers load FP8 tiles, kFp8Parts of which
@@ -144,6 +156,46 @@
 #endif
 
 namespace attn_ops {
+
+namespace {
+
+// One thread: with the arrivals that the comment on the kernel lists.
+DEVICE void init_barriers(Shared& shared, const Problem& p, const Queries& queries) {
+  const int readers = kConsumerWarps * p.readers();
+  constexpr int writers = KV_FP8 ? kWarpsOfTensor : kTensorArrivals;
+  for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : writers);
+  for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
+  for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
+#if Q_FP8
+  for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), kTransposeWarps);
+  for (uint64& barrier : shared.t_full) init_barrier(shared_address(&barrier), kTransposeWarps);
+  for (uint64& barrier : shared.t_empty) init_barrier(shared_address(&barrier), readers);
+#else
+  for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
+#endif
+#if KV_FP8
+  for (auto& barriers : shared.fp8_full)
+    for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kTensorArrivals);
+  for (auto& barriers : shared.fp8_empty)
+    for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kWarpsOfTensor);
+  for (int& end : shared.fp8_end) end = 0;
+#endif
+#if ROPE
+  for (uint64& barrier : shared.k_loaded) init_barrier(shared_address(&barrier), writers);
+#endif
+#if FEW_ROWS || ROPE
+  for (uint64& barrier : shared.q_loaded) init_barrier(shared_address(&barrier), queries.threads());
+#endif
+  for (uint64& barrier : shared.q_full)
+    init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : queries.converts ? 1 : queries.threads());
+  for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), p.consumers() * kConsumerWarps);
+  init_barrier(shared_address(&shared.unit_full), 1);
+  init_barrier(shared_address(&shared.unit_empty),
+               Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + queries.threads());
+  init_barrier(shared_address(&shared.staging), 1);
+}
+
+}  // namespace
 
 // Grid: any number n of CTAs; the host launches one for each SM, or for each unit if there are fewer. CTA c runs unit
 //     c, then those that it takes from the counter in `queue`. Without a plan it runs units c, 2n - 1 - c, 2n + c,
@@ -256,38 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
   const Queries queries = {&q_map, q_box_rows, q, stride_q_row, stride_q_head, converts_queries};
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
-    const int readers = kConsumerWarps * (p.block_rows() / kPackedRows);
-    constexpr int writers = KV_FP8 ? kWarpsOfTensor : kTensorArrivals;
-    for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : writers);
-    for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
-    for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
-#if Q_FP8
-    for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), kTransposeWarps);
-    for (uint64& barrier : shared.t_full) init_barrier(shared_address(&barrier), kTransposeWarps);
-    for (uint64& barrier : shared.t_empty) init_barrier(shared_address(&barrier), readers);
-#else
-    for (uint64& barrier : shared.v_empty) init_barrier(shared_address(&barrier), readers);
-#endif
-#if KV_FP8
-    for (auto& barriers : shared.fp8_full)
-      for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kTensorArrivals);
-    for (auto& barriers : shared.fp8_empty)
-      for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kWarpsOfTensor);
-    for (int& end : shared.fp8_end) end = 0;
-#endif
-#if ROPE
-    for (uint64& barrier : shared.k_loaded) init_barrier(shared_address(&barrier), writers);
-#endif
-#if FEW_ROWS || ROPE
-    for (uint64& barrier : shared.q_loaded) init_barrier(shared_address(&barrier), queries.threads());
-#endif
-    for (uint64& barrier : shared.q_full)
-      init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : converts_queries ? 1 : queries.threads());
-    for (uint64& barrier : shared.q_empty) init_barrier(shared_address(&barrier), p.consumers() * kConsumerWarps);
-    init_barrier(shared_address(&shared.unit_full), 1);
-    init_barrier(shared_address(&shared.unit_empty),
-                 Q_FP8 || kTensorProducers > 1 ? kProducerWarps : 2 + queries.threads());
-    init_barrier(shared_address(&shared.staging), 1);
+    init_barriers(shared, p, queries);
     fence_barrier_init();
   }
   __syncthreads();
@@ -331,7 +352,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
     const int consumer = (warp - kFirstConsumerWarp) / kConsumerWarps;
     if (kConsumers == 2 || consumer < p.consumers())
-      consume(consumer, p, {scale, cap, converts_queries, {sinks, out, lse, partial, out_type, kv_scale}}, shared);
+      Consumer(consumer, p, {scale, cap, converts_queries, {sinks, out, lse, partial, out_type, kv_scale}}, shared)
+          .run();
   }
   stop_clocks();
 }

@@ -27,8 +27,10 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_FEW_ROWS_HEAD_DIMS,
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
+    CUDA_PREFILL_KV_FP8_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
     CUDA_PREFILL_ROPE_HEAD_DIMS,
+    CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS,
     PrefillKey,
     kv_loads,
 )
@@ -97,6 +99,8 @@ class Tile(NamedTuple):
     transposed_stages  ``kTransposedStages`` of FP8 products
     converters         warpgroups that convert FP8 to the rings, or rotate what lies there
     fp8_tokens         tokens of FP8 beside the rings, ``kFp8Stages * kLoadedTile``
+    key_parts          ``kKeyParts``: parts of the columns of keys. Each has a stage of the ring of its own
+    value_parts        ``kUnitParts``: parts of the columns of values. Each has a unit of its own
     query_blocks       ``kQueryTiles``: blocks of 64 packed rows of a query buffer, one for each consumer by default
     """
 
@@ -110,13 +114,17 @@ class Tile(NamedTuple):
     fp8_tokens: int = 0
     consumers: int = 2
     query_blocks: int | None = None
+    key_parts: int = 1
+    value_parts: int = 1
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
         """Shared memory of a CTA: query buffers, rings, a KiB for barriers and the like, scales of queries, masks."""
         rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
-        of_token = self.key_stages * dim_qk + (self.value_stages + self.transposed_stages) * dim_vo
+        of_values = (self.value_stages + self.transposed_stages) * dim_vo // self.value_parts
+        of_token = self.key_stages * dim_qk // self.key_parts + of_values
         fp8 = self.fp8_tokens * (dim_qk + dim_vo)
-        small = 1024 + 4 * rows * (self.query_blocks is not None) + 32 * (self.threads // 32) * custom_mask
+        scales = 4 * rows if self.fp8_tokens and self.query_blocks else 0
+        small = 1024 + scales + 32 * (self.threads // 32) * custom_mask
         return itemsize * (rows * dim_qk + self.tokens * of_token) + fp8 + -(-small // 1024) * 1024
 
     @property
@@ -140,11 +148,15 @@ TILES = {
     (128, 128): Tile(128, 2, 2, 2, 32),
     (192, 128): Tile(128, 2, 2, 1, 128),
     (256, 256): Tile(64, 3, 2, 1, 32),
+    (512, 512): Tile(64, 4, 1, 1, 32, key_parts=4, value_parts=2),
 }
 """Tiles of 16-bit kernels, by the head dims of keys and of values."""
 
 LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
 """The same, of query tiles that fill three consumers, which plans for large batches have."""
+
+SHARED_ROWS_TILES = {(512, 512): Tile(64, 6, 1, 1, 32, query_blocks=1, key_parts=4)}
+"""The same, of query tiles of at most :data:`PACKED_ROWS`, which the consumers share."""
 
 KV_FP8_TILES = {
     (64, 64): Tile(128, 3, 3, 2, 64, converters=1, fp8_tokens=128),
@@ -178,9 +190,11 @@ FP8_TILES = {
 }
 """Tiles of kernels with FP8 products."""
 
-assert TILES.keys() == KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
+assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
+assert KV_FP8_TILES.keys() == CUDA_PREFILL_KV_FP8_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
+assert SHARED_ROWS_TILES.keys() == CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS
 assert FEW_ROWS_TILES.keys() == CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
 assert ROPE_TILES.keys() == CUDA_PREFILL_ROPE_HEAD_DIMS
 assert [dims for dims, tile in TILES.items() if tile.consumers == 3] == [(THREE_CONSUMERS_HEAD_DIM,) * 2]
@@ -216,6 +230,7 @@ class Family(NamedTuple):
 FAMILIES = (
     Family(TILES, masks=(False, True)),
     Family(LARGE_BATCH_TILES, rows="many"),
+    Family(SHARED_ROWS_TILES, macros={"SHARED_ROWS": 1}, rows="few", masks=(False, True)),
     Family(KV_FP8_TILES, CONVERTED_PARAMETERS, macros={"KV_FP8": 1}, masks=(False, True)),
     Family(
         FEW_ROWS_TILES,
@@ -284,10 +299,11 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
         return {"k": x.k, "v": x.v, **pages, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
     paged = loads == "pages"
     box = box_of_pages(page_size, tile.box) if paged else tile.box
-    make_map, tokens = (paged_map, page_size) if paged else (ragged_map, x.kv_rows)
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        make_map(t, strides, x.heads[1], tokens, box, tile.row_bytes)
-        for t, strides in ((x.k, x.k_strides), (x.v, x.v_strides))
+        paged_map(t, strides, x.heads[1], page_size, box, tile.row_bytes, column_parts=parts)
+        if paged
+        else ragged_map(t, strides, x.heads[1], x.kv_rows, box, tile.row_bytes)
+        for t, strides, parts in ((x.k, x.k_strides, tile.key_parts), (x.v, x.v_strides, tile.value_parts))
     )
     steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
     return {"k": k, "v": v, "box": box, **(pages or {"kv_rows": x.kv_rows}), **steps}
@@ -340,7 +356,7 @@ def launch_tiles(
     any_rows = PrefillKey(*dims, loads, x.q.dtype, fp8, custom_mask=custom_mask, pos_encoding=o.pos_encoding)
     key = key_of_rows(any_rows, packed_rows)
     tile = TILE_OF[key]
-    num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows))
+    num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows)) * tile.value_parts
     launch(
         SPECIALIZATIONS[key],
         (persistent_grid(num_units, x.q.device),),

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "division.cuh"
-#include "prefill_softmax.cuh"
+#include "prefill_logits.cuh"
 
 namespace attn_ops {
 namespace {
@@ -20,6 +20,8 @@ DEVICE float alibi_slope(int head, int num_heads) {
 // divided by the scale that multiplies the logits later.
 struct AlibiSlopes {
   float of[2];
+
+  AlibiSlopes() = default;
 
   DEVICE AlibiSlopes(const Problem& p, DivideByGroup row_of, int head, int packed, float scale) {
 #pragma unroll

@@ -51,7 +51,7 @@ struct Query {
   DEVICE void load(uint32 address) { shared = k_major(address, kGroupBytes, kRowBytes); }
 };
 
-DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
+DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys, int) {
   discard_registers(logits);
 #pragma unroll
   for (int column = 0; column < kDimQk; column += 32) {

@@ -25,6 +25,10 @@
 #ifndef ALIBI
 #define ALIBI 0
 #endif
+#ifndef SHARED_ROWS
+#define SHARED_ROWS 0
+#endif
+#define UNIT_PARTS (HEAD_DIM_VO > 256 && !SHARED_ROWS ? 2 : 1)  // units of the columns of values
 #ifndef CONSUMERS
 #define CONSUMERS 2
 #endif
@@ -32,7 +36,15 @@
 namespace attn_ops {
 namespace {
 
-constexpr int kDimQk = HEAD_DIM_QK, kDimVo = HEAD_DIM_VO;
+// An accumulator of 64 rows and 512 columns has more registers than a consumer, which then has kDimVo of the kOutDim
+// columns. Another unit has the rest, or with kSharedRows the other consumer of the same rows.
+constexpr bool kSharedRows = SHARED_ROWS;
+constexpr int kOutDim = HEAD_DIM_VO, kValueParts = kOutDim > 256 ? 2 : 1, kDimVo = kOutDim / kValueParts;
+constexpr int kUnitParts = UNIT_PARTS, kValueColumns = kOutDim / kUnitParts;  // of a unit
+static_assert(!kSharedRows || kValueParts == 2);
+// The ring of keys has stages of kKeyDim columns, kKeyParts of which are a KV tile. Shared memory holds just one of
+// heads of 512: the next is loaded part by part.
+constexpr int kDimQk = HEAD_DIM_QK, kKeyParts = kDimQk > 256 ? 4 : 1, kKeyDim = kDimQk / kKeyParts;
 static_assert(PAGED || !KV_CP_ASYNC);
 constexpr bool kCustomMask = CUSTOM_MASK;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
@@ -44,34 +56,38 @@ static_assert(!kConverts || kConsumers == 2);
 static_assert(!ROPE || !(KV_FP8 || Q_FP8));
 constexpr bool kAlibi = ALIBI;
 static_assert(!ALIBI || !(KV_FP8 || Q_FP8 || ROPE));
+static_assert(kValueParts == 1 || !(KV_FP8 || Q_FP8 || ROPE || ALIBI));
 // Sizes by head dims are those of the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
 constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
 static_assert(!kFewRows || (KV_FP8 && PAGED && DTYPE == 1));
 constexpr int kTile =  // tokens of a KV tile
     kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch || (kFewRows && kDimQk > 64) ? 64 : 128;
-constexpr int kKeyStages =  // KV tiles of the ring of keys
-    kFp8Products || kConsumers == 3                                             ? 4
+constexpr int kKeyStages =  // of the ring of keys
+    kSharedRows                                                                 ? 6
+    : kFp8Products || kConsumers == 3 || kKeyParts > 1                          ? 4
     : kDimQk == 64 || (kDimQk == 128 && kFewRows) || (kDimQk == 256 && !KV_FP8) ? 3
                                                                                 : 2;
-constexpr int kValueStages =  // and of values
-    kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products) ? kKeyStages : 2;
+constexpr int kValueStages =  // KV tiles of the ring of values
+    kValueParts > 1                                                        ? 1
+    : kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products) ? kKeyStages
+                                                                           : 2;
 constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
     kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
 constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
 constexpr int kTilesAhead =  // KV tiles left to load when a unit is taken, whose custom mask is then read
-    kCustomMask ? 8 : kKeyStages > 2 && !kLargeBatch ? 1 : 3;
+    kCustomMask ? 8 : kKeyStages > 2 * kKeyParts && !kLargeBatch ? 1 : 3;
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;                           // units whose QueryBlock is kept
 constexpr int kPackedRows = 64;                                      // of a consumer
-constexpr int kQueryTiles = kFewRows ? 1 : kConsumers;               // blocks of kPackedRows of a query buffer
+constexpr int kQueryTiles = kFewRows || kSharedRows ? 1 : kConsumers;  // blocks of kPackedRows of a query buffer
 // A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of
 // columns.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows of a block of columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
-constexpr int kKeyBytes = kTile * kDimQk * kElementBytes, kValueBytes = kTile * kDimVo * kElementBytes;
+constexpr int kKeyBytes = kTile * kKeyDim * kElementBytes, kValueBytes = kTile * kValueColumns * kElementBytes;
 // TMA loads keys and values to the rings. FP8 ones are loaded to rings of kFp8Stages tiles, kFp8Parts of which are a KV
 // tile, and converted from there.
 constexpr int kFp8Parts = KV_FP8 && !kFewRows ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
@@ -123,6 +139,9 @@ struct QueryBlock {
   int slot;           // of the partial result, negative without a split
   int head;           // the first of the KV head's group
   int remainder;      // of the first packed row divided by the group
+#if UNIT_PARTS > 1
+  int first_column;   // of values and results
+#endif
 #if ROPE
   int position;       // of the first query row
 #endif
@@ -141,6 +160,9 @@ struct Unit : Item {     // `start` to `end` are loaded. No unit follows if `cou
   int first_packed_row;
   int first_row;         // the query row of the item to which it belongs
   int kv_head;
+#if UNIT_PARTS > 1
+  int first_column;      // of values
+#endif
 };
 
 // The custom mask of a unit. `first` is the bit of its first query row and token 0, `stride` the bits of a row.
@@ -207,11 +229,14 @@ struct Problem {
   bool has_cap;
 #endif
 
-  DEVICE bool split_kv() const { return kFewRows || tile_rows * group <= kPackedRows; }
+  DEVICE bool split_kv() const { return !kSharedRows && (kFewRows || tile_rows * group <= kPackedRows); }
+  // All consumers have the same rows: they divide the KV tiles, or the columns of values.
+  DEVICE bool same_rows() const { return kSharedRows || split_kv(); }
   // Packed rows of a unit: `unit_rows`, which is the constant with two consumers, for the sake of registers.
-  DEVICE int block_rows() const { return kConsumers == 3 ? unit_rows : split_kv() ? kPackedRows : 2 * kPackedRows; }
+  DEVICE int block_rows() const { return kConsumers == 3 ? unit_rows : same_rows() ? kPackedRows : 2 * kPackedRows; }
   DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
-  DEVICE int consumers() const { return split_kv() ? 2 : block_rows() / kPackedRows; }  // that have rows
+  DEVICE int consumers() const { return same_rows() ? 2 : block_rows() / kPackedRows; }  // that have rows
+  DEVICE int readers() const { return split_kv() ? 1 : consumers(); }                    // of a KV tile
 };
 
 // Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
@@ -250,10 +275,11 @@ struct ItemCounts {
 //
 // With a plan a CTA begins with the unit of its number, and takes the others from a counter. Together the CTAs
 // increment it as often as there are units: the last increment sets it back to 0. The units of an item follow one
-// another, KV head by KV head.
+// another, KV head by KV head; those of the same keys are neighbours.
 struct Schedule : Walk<PAGED> {
   DEVICE bool next(const Problem& p, Unit& unit) {
-    const int units = static_cast<int>(min(int64(ItemCounts(p).all) * p.num_kv_heads * p.blocks(), int64(0x7FFFFFFF)));
+    const int64 of_item = int64(p.num_kv_heads) * p.blocks() * kUnitParts;
+    const int units = static_cast<int>(min(ItemCounts(p).all * of_item, int64(0x7FFFFFFF)));
     for (;;) {
       const int64 u = p.queue && wave ? int64(gridDim.x) + atomic_increment(p.queue + kNextUnit, units - 1)
                                       : unit_of_wave(wave, blockIdx.x, gridDim.x);
@@ -266,9 +292,12 @@ struct Schedule : Walk<PAGED> {
   // Unit number u. False if it has no rows.
   DEVICE bool find(const Problem& p, int u, Unit& unit) const {
     const ItemCounts items(p);  // again, which takes no registers while the counter is waited for
-    const int blocks = p.blocks(), of_heads = u / blocks;
-    const int first_packed_row = u % blocks * p.block_rows(), first = first_packed_row / p.group;
+    const int blocks = p.blocks(), of_rows = u / kUnitParts, of_heads = of_rows / blocks;
+    const int first_packed_row = of_rows % blocks * p.block_rows(), first = first_packed_row / p.group;
     unit.kv_head = of_heads % p.num_kv_heads, unit.first_packed_row = first_packed_row, unit.first_row = first;
+#if UNIT_PARTS > 1
+    unit.first_column = u % kUnitParts * kDimVo;
+#endif
     if (!locate(p, items, of_heads / p.num_kv_heads, unit)) return false;
     const int last = min((first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
     if (first > last) return false;

@@ -33,11 +33,10 @@ DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& sh
   arrive(shared_address(&shared.unit_full));
 }
 
-constexpr int kValueChunks = kDimVo * kLoadedBytes / 16;  // of 16 bytes, of the values of a token
-static_assert(32 % kValueChunks == 0);
+constexpr int kValueChunks = kValueColumns * kLoadedBytes / 16;  // of 16 bytes, of the values of a token
 
 DEVICE void zero_chunk(uint32 values, int row, int chunk) {
-  using Layout = LoadedLayout<kDimVo>;
+  using Layout = LoadedLayout<kValueColumns>;
   constexpr int kOfRow = Layout::kRow / 16;
   store_shared(values + row / 8 * Layout::kGroup + chunk / kOfRow * Layout::kColumn + row % 8 * Layout::kRow +
                    chunk % kOfRow * 16,
@@ -52,11 +51,11 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
 
 // One warp: the rows that are not in `seen`, the result of seen_tokens. A mask may hide whole KV tiles.
 DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
-  constexpr int kRowsAtOnce = 32 / kValueChunks;
+  static_assert(kValueChunks % 32 == 0 || 32 % kValueChunks == 0);
 #pragma unroll 2
-  for (int first = 0; first < kLoadedTile; first += kRowsAtOnce) {
-    const int row = first + lane / kValueChunks;
-    if (!(__shfl_sync(~0u, seen, row / 32) >> row % 32 & 1)) zero_chunk(values, row, lane % kValueChunks);
+  for (int i = lane; i < kLoadedTile * kValueChunks; i += 32) {
+    const int row = i / kValueChunks;
+    if (!(__shfl_sync(~0u, seen, row / 32) >> row % 32 & 1)) zero_chunk(values, row, i % kValueChunks);
   }
 }
 
@@ -64,7 +63,8 @@ DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
 template <bool VALUES>
 struct LoadedTiles {
   static constexpr bool kRotated = ROPE && !VALUES;  // in the ring, by converters
-  static constexpr int kDim = VALUES ? kDimVo : kDimQk, kBytes = kLoadedTile * kDim * kLoadedBytes;
+  static constexpr int kDim = VALUES ? kValueColumns : kKeyDim, kBytes = kLoadedTile * kDim * kLoadedBytes;
+  static constexpr int kParts = VALUES ? 1 : kKeyParts;  // stages of a tile
   static constexpr int kStages = KV_FP8 ? kFp8Stages : VALUES ? kValueStages : kKeyStages;
   static constexpr int kFullBarriers = KV_FP8 || kRotated ? kStages : 2 * kStages;
   using Layout = LoadedLayout<kDim>;
@@ -84,7 +84,7 @@ struct LoadedTiles {
 #endif
         empty(shared_address(VALUES ? shared.v_empty : shared.k_empty)) {}
 #endif
-  DEVICE void wait_for_empty(uint32 tile) const { wait(empty + tile % kStages * 8, tile / kStages & 1 ^ 1); }
+  DEVICE void wait_for_empty(uint32 n) const { wait(empty + n % kStages * 8, n / kStages & 1 ^ 1); }  // stage n
 
 #if KV_FP8
   // There is no tile `tile`: when all before it are converted, the converters end. By all producers, or all `part`s.
@@ -107,15 +107,16 @@ struct PagedBoxes {
   uint32 following;  // page number of this lane's box of those that follow
 };
 
-// Loads the KV tile from token `first` on. One warp, of which one lane issues the instructions.
+// Loads columns of the KV tile from token `first` on, from block `first_block` of columns on. One warp, of which one
+// lane issues the instructions.
 template <class Layout>
-DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, int first, PagedBoxes& boxes, uint32 to,
-                      uint32 barrier) {
+DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, int first, int first_block,
+                      PagedBoxes& boxes, uint32 to, uint32 barrier) {
   if (PAGED) {
     const int groups = p.box / 8, groups_of_page = p.page_size / 8;
     for (int i = 0; i < kLoadedTile / 8; i += groups) {
       const int outer = __shfl_sync(~0u, boxes.outer, boxes.next++);
-      if (elect()) load_box(to + i * Layout::kGroup, source.map, 0, 0, 0, boxes.group, outer, barrier);
+      if (elect()) load_box(to + i * Layout::kGroup, source.map, 0, 0, first_block, boxes.group, outer, barrier);
       boxes.group += groups;
       if (boxes.group == groups_of_page) boxes.group = 0;
     }
@@ -125,8 +126,8 @@ DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, 
       const int token = first + i * kRaggedBox, row = token < unit.end ? unit.page_start + token : p.kv_rows;
 #pragma unroll
       for (int block = 0; block < Layout::kBlocks; ++block)
-        load_box(to + block * Layout::kColumn + i * kRaggedBox * Layout::kRow, source.map, 0, row, block, unit.kv_head,
-                 barrier);
+        load_box(to + block * Layout::kColumn + i * kRaggedBox * Layout::kRow, source.map, 0, row, first_block + block,
+                 unit.kv_head, barrier);
     }
   }
 }
@@ -153,12 +154,12 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     const uint32 index = uint32(unit.page_start) + by_page.quotient(token);
     return index < uint32(p.max_pages) ? p.kv_indices[index] : 0;
   };
-  uint32 tile = 0, staged = 0;
+  uint32 stage = 0, staged = 0;
   for (uint32 n = 0;; ++n) {
     const Unit unit = wait_for_unit(n, shared);
     if (unit.count <= 0) {
 #if KV_FP8
-      tiles.end(tile, shared, lane);
+      tiles.end(stage, shared, lane);
 #endif
       return;
     }
@@ -166,13 +167,17 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     if (VALUES) store_mask(p, unit, shared);
 #endif
     PagedBoxes boxes = {-1, kPageLanes, int(by_page.remainder(unit.start)) / 8, load_page(unit, unit.start)};
+#if UNIT_PARTS > 1
+    const int first_block = VALUES ? unit.first_column / kColumns : 0;
+#else
+    constexpr int first_block = 0;
+#endif
     bool released = VALUES || unit.start >= unit.end;
     if (released) release_unit(shared);
     mark(kSchedule);
     const int end = unit.start + (unit.end - unit.start + kTile - 1) / kTile * kTile;  // of the last KV tile
     for (int first = unit.start; first < end;) {
       if (!released && unit.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;
-      const uint32 to = tiles.memory + tile % Tiles::kStages * Tiles::kBytes;
       const int visible = unit.end - first;
       if (PAGED && boxes.next == kPageLanes) {
         const int page = min(boxes.following, uint32(p.num_pages) - 1);
@@ -187,12 +192,20 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
       const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // inside of a box
       const bool zero = VALUES && (ends || (first == unit.start && unit.hidden));
 #endif
-      const uint32 loaded = tiles.full + tile % Tiles::kFullBarriers * 8, barrier = zero ? staging : loaded;
-      tiles.wait_for_empty(tile);
-      mark(kWaitEmpty);
-      if (lane == 0) arrive_expect(barrier, Tiles::kBytes);
-      __syncwarp();
-      load_tile<Layout>(p, source, unit, first, boxes, to, barrier);
+      const PagedBoxes of_tile = boxes;
+      uint32 to, loaded;
+#pragma unroll
+      for (int part = 0; part < Tiles::kParts; ++part, ++stage) {
+        to = tiles.memory + stage % Tiles::kStages * Tiles::kBytes;
+        loaded = tiles.full + stage % Tiles::kFullBarriers * 8;
+        const uint32 barrier = zero ? staging : loaded;
+        tiles.wait_for_empty(stage);
+        mark(kWaitEmpty);
+        if (lane == 0) arrive_expect(barrier, Tiles::kBytes);
+        __syncwarp();
+        boxes = of_tile;
+        load_tile<Layout>(p, source, unit, first, first_block + part * Layout::kBlocks, boxes, to, barrier);
+      }
       if (zero) {
         wait(staging, staged & 1);
         ++staged;
@@ -206,7 +219,6 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
         __syncwarp();
         if (lane == 0) arrive(loaded);
       }
-      ++tile;
       mark(kIssue);
       first += kLoadedTile;
     }
@@ -233,6 +245,7 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
   const char* from =
       q.first + (unit.row * q.stride_row + unit.kv_head * p.group * q.stride_head) * kElementBytes + chunk * 16;
   const uint32 in_group = swizzled(first % 8 * kRowBytes + chunk * 16);
+#pragma unroll 4
   for (int row = first; row < p.block_rows(); row += kAtOnce) {
     const int packed = unit.first_packed_row + row, tile_row = uint32(packed) / uint32(p.group);
     const int head = packed - tile_row * p.group;
@@ -268,6 +281,9 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   }
   to.start = unit.start, to.end = unit.end, to.slot = unit.slot;
   to.remainder = unit.first_packed_row - unit.first_row * p.group;
+#if UNIT_PARTS > 1
+  to.first_column = unit.first_column;
+#endif
 #if ROPE
   to.position = int(uint32(unit.position) + uint32(unit.first_row));
 #endif

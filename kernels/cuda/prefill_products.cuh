@@ -23,7 +23,8 @@ constexpr float kMostExponent = kRescaleThreshold;  // of a probability
 // The ring from which PV reads values.
 constexpr int kPvStages = kValueStages;
 DEVICE uint64 pv_values(Shared& shared) {
-  return mn_major(shared_address(shared.values[0]), TileLayout<kDimVo>::kGroup, TileLayout<kDimVo>::kColumn);
+  using Layout = TileLayout<kValueColumns>;
+  return mn_major(shared_address(shared.values[0]), Layout::kGroup, Layout::kColumn);
 }
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
@@ -49,11 +50,12 @@ struct Query {
   }
 };
 
-DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys) {
+// With part `key_part` of the columns of keys, of which the first sets the logits and others add to them.
+DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys, int key_part) {
 #pragma unroll
-  for (int part = 0; part < kQueryParts; ++part) {
-    const int box = part / 4, step = part % 4 * 2;
-    const uint64 of_keys = keys + (box * TileLayout<kDimQk>::kColumn / 16 + step);
+  for (int i = 0; i < kQueryParts / kKeyParts; ++i) {
+    const int part = key_part * (kQueryParts / kKeyParts) + i, box = part / 4, step = part % 4 * 2;
+    const uint64 of_keys = keys + (i / 4 * TileLayout<kKeyDim>::kColumn / 16 + step);
     if (part < kRegisterParts)
       wgmma_rs(logits, query.registers[part < kRegisterParts ? part : 0], of_keys, part > 0);
     else
@@ -68,12 +70,13 @@ constexpr int kPvParts = kConverts && kDimVo > 128 ? 2 : 1;
 DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 values) {
   fence_registers(output);
   wgmma_fence();
+  using Layout = TileLayout<kValueColumns>;
 #pragma unroll
   for (int part = 0; part < kPvParts; ++part) {
     auto& columns = reinterpret_cast<float(&)[kDimVo / 2 / kPvParts]>(output[part * (kDimVo / 2 / kPvParts)]);
-    const uint64 of_part = values + part * (kDimVo / kPvParts / kColumns) * TileLayout<kDimVo>::kColumn / 16;
+    const uint64 of_part = values + part * (kDimVo / kPvParts / kColumns) * Layout::kColumn / 16;
 #pragma unroll
-    for (int i = 0; i < kTile / 16; ++i) wgmma_rs_mn(columns, p[i], of_part + i * 2 * TileLayout<kDimVo>::kGroup / 16);
+    for (int i = 0; i < kTile / 16; ++i) wgmma_rs_mn(columns, p[i], of_part + i * 2 * Layout::kGroup / 16);
   }
   wgmma_commit();
 }

@@ -20,7 +20,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
   const FastDivide by_page(p.page_size);
   const int query_thread = threadIdx.x % kQueryThreads;
   Schedule schedule;
-  uint32 tile = 0;
+  uint32 stage = 0;
   for (uint32 n = 0;; ++n) {
     if (!VALUES && kTensorProducers > 1 && part && query_thread < kSchedulerThreads)
       pass_unit(p, schedule, n, shared);
@@ -34,7 +34,12 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     __syncwarp();
     if (unit.count <= 0) break;
     const PagedTokens request = {by_page, unit.page_start, unit.end};
-    const TokenSource of_head = source.from_byte(unit.kv_head * stride_head);
+#if UNIT_PARTS > 1
+    const int first_byte = VALUES ? unit.first_column * kLoadedBytes : 0;
+#else
+    constexpr int first_byte = 0;
+#endif
+    const TokenSource of_head = source.from_byte(unit.kv_head * stride_head + first_byte);
     const int tokens_of_unit = unit.end - unit.start;
     int first = unit.start;
     const int end = first + (tokens_of_unit + kTile - 1) / kTile * kTile;  // of the last KV tile
@@ -45,27 +50,32 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     bool released = VALUES || tokens_of_unit <= 0;
     if (released) release_unit(shared);
     mark(kSchedule);
-    for (; first < end; first += kLoadedTile, ++tile) {
+    for (; first < end; first += kLoadedTile) {
       if (!released && request.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;
-      const uint32 to = tiles.memory + tile % Tiles::kStages * Tiles::kBytes + part * (kOwnTokens / 8) * Layout::kGroup;
-      tiles.wait_for_empty(tile);
-      mark(kWaitEmpty);
-      const auto groups = [&](int group) { return to + group * Layout::kGroup; };
+#pragma unroll
+      for (int key_part = 0; key_part < Tiles::kParts; ++key_part, ++stage) {
+        const uint32 to =
+            tiles.memory + stage % Tiles::kStages * Tiles::kBytes + part * (kOwnTokens / 8) * Layout::kGroup;
+        tiles.wait_for_empty(stage);
+        mark(kWaitEmpty);
+        const TokenSource of_columns = of_head.from_byte(key_part * Layout::kBlocks * Layout::kRow);
+        const auto groups = [&](int group) { return to + group * Layout::kGroup; };
 #if CUSTOM_MASK
-      if (VALUES) {
-        const uint32 seen = seen_tokens<kOwnTokens / 32>(p, own_mask(shared), first + part * kOwnTokens);
-        tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
-            p, of_head, groups, [&](int i) { return __shfl_sync(~0u, seen, i); });
-      } else
+        if (VALUES) {
+          const uint32 seen = seen_tokens<kOwnTokens / 32>(p, own_mask(shared), first + part * kOwnTokens);
+          tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
+              p, of_columns, groups, [&](int i) { return __shfl_sync(~0u, seen, i); });
+        } else
 #endif
-        tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(p, of_head, groups);
-      arrive_after_chunks(tiles.full + tile % Tiles::kFullBarriers * 8);
+          tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(p, of_columns, groups);
+        arrive_after_chunks(tiles.full + stage % Tiles::kFullBarriers * 8);
+      }
       tokens.advance(p);
       mark(kIssue);
     }
   }
 #if KV_FP8
-  tiles.end(tile, shared, threadIdx.x % 32, part);
+  tiles.end(stage, shared, threadIdx.x % 32, part);
 #endif
 }
 

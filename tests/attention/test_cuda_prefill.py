@@ -17,6 +17,7 @@ from helpers.tensors import shifted
 from torch._inductor.utils import run_and_get_code
 
 import attn_ops
+from attn_ops.ops.cuda_kernels import CUDA_PREFILL_KV_FP8_HEAD_DIMS
 from attn_ops.ops.inductor import mark_static
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -94,11 +95,13 @@ CASES = [
             "192/128": {"head_dims": (192, 128)},
             "256/256": {"head_dims": (256, 256)},
             "256/256, split": {**_SPLIT, "head_dims": (256, 256), "planner": {"num_ctas": 8, "tile_rows": 16}},
+            "512/512": {"head_dims": (512, 512)},
+            "512/512, split": {**_SPLIT, "head_dims": (512, 512), "planner": {"num_ctas": 8, "tile_rows": 16}},
         }.items()
     ),
     *(
         replace(BASE, name=f"{dims[0]}/{dims[1]}, {name}", head_dims=dims, **options)
-        for dims in ((64, 64), (192, 128), (256, 256))
+        for dims in ((64, 64), (192, 128), (256, 256), (512, 512))
         for name, options in {
             "causal": {},
             "one KV head": {"heads": (7, 1), "causal": False},
@@ -114,7 +117,7 @@ CASES = [
     ),
     *(
         replace(BASE, name=f"{dims[0]}/{dims[1]}, mask, {name}", head_dims=dims, **{"masked": 0.4, **options})
-        for dims in ((128, 128), (64, 64), (192, 128), (256, 256))
+        for dims in ((128, 128), (64, 64), (192, 128), (256, 256), (512, 512))
         for name, options in {
             "in place of causal": {},
             "few keys seen": {"masked": 0.01, "heads": (4, 4), "page_size": 64, "kv_layout": "HND"},
@@ -132,7 +135,10 @@ FP8: tuple[dict[str, Any], ...] = (
     {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 3.0)},
     {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
 )
-CASES += [replace(case, name=f"FP8 KV, {case}", **FP8[i % 2]) for i, case in enumerate(CASES)]
+CASES += [
+    replace(case, name=f"FP8 KV, {case}", **FP8[i % 2])
+    for i, case in enumerate(c for c in CASES if c.head_dims in CUDA_PREFILL_KV_FP8_HEAD_DIMS)
+]
 
 
 def _large_batch(case: Case, packed_rows: int) -> Case:

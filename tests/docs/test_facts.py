@@ -72,8 +72,8 @@ def test_sizes_of_prefill_tiles_are_those_of_the_kernel() -> None:
         for qk, vo, kind, tokens, stages, queries, kib in row.findall(DESIGN.read_text(encoding="utf-8"))
     )
     found: Counter[object] = Counter()
-    of_16_bits = prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.KV_FP8_TILES, prefill.FEW_ROWS_TILES
-    for tiles in (*of_16_bits, prefill.ROPE_TILES, prefill.FP8_TILES):
+    of_16_bits = prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.SHARED_ROWS_TILES, prefill.ROPE_TILES
+    for tiles in (*of_16_bits, prefill.KV_FP8_TILES, prefill.FEW_ROWS_TILES, prefill.FP8_TILES):
         itemsize = 1 if tiles is prefill.FP8_TILES else 2
         for dims, tile in tiles.items():
             stages = (tile.key_stages, tile.value_stages, tile.transposed_stages)

@@ -41,6 +41,9 @@ SPLIT_LARGE = SPLIT | {"qo_lens": (110, 0, 33, 2), "planner": {"num_ctas": 12, "
 """Query tiles of heads of 128 that fill three consumers, as plans of large batches have."""
 ENDS: dict[str, Any] = {"qo_lens": (180, 0, 33, 2), "kv_lens": (1300, 0, 500, 2), "heads": (2, 1)}
 F16_256: dict[str, Any] = {"dtype": torch.float16, "head_dims": (256, 256), "heads": (4, 2)}
+OF_512: dict[str, Any] = {"head_dims": (512, 512), "heads": (4, 2)}
+F16_512 = OF_512 | {"dtype": torch.float16}
+FEW_512: dict[str, Any] = {"qo_lens": (9, 0, 2, 1), "kv_lens": (900, 0, 330, 2), "causal": True}
 
 PREFILL = [
     ("prefill", _case("causal", causal=True)),
@@ -99,12 +102,25 @@ PREFILL = [
     ("prefill", _case("large batch, mask", **LARGE_BATCH, masked=0.5)),
     ("prefill", _case("mask that hides ends", **ENDS, masked="documents")),
     ("ragged", _case("64, mask that hides ends, splits", **F16_64 | SPLIT | ENDS, masked="band", sinks=1.0)),
+    ("prefill", _case("512", **F16_512, causal=True, logits_soft_cap=5.0, page_size=16)),
+    ("prefill", _case("512, window, odd group", **OF_512 | {"heads": (6, 2)}, window_left=33, sinks=1.0, page_size=8)),
+    ("prefill", _case("512, splits", **OF_512 | SPLIT, sinks=1.0, window_left=300, kv_layout="HND")),
+    ("prefill", _case("512, mask", **OF_512, masked=0.5, page_size=16)),
+    ("ragged", _case("ragged, 512", **OF_512, causal=True, sinks=1.0, out_dtype=torch.float32)),
+    ("prefill", _case("512, few rows", **F16_512 | FEW_512, logits_soft_cap=5.0, page_size=8)),
+    ("prefill", _case("512, few rows, splits", **OF_512 | FEW_512 | {"planner": {"num_ctas": 12}}, sinks=1.0)),
+    ("prefill", _case("512, few rows, mask", **OF_512 | FEW_512 | {"causal": False}, masked=0.5, page_size=24)),
+    ("ragged", _case("ragged, 512, few rows", **OF_512 | FEW_512, out_dtype=torch.float32)),
     ("prefill", _case("mask in place of causal", **ENDS, masked="causal", page_size=64)),
 ]
 
 FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}
 
-FP8_PREFILL = [(kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV))) for i, (kind, case) in enumerate(PREFILL)]
+FP8_PREFILL = [
+    (kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV)))
+    for i, (kind, case) in enumerate(PREFILL)
+    if case.head_dims in prefill.KV_FP8_TILES
+]
 """The same cases with FP8 keys and values."""
 
 FEW_ROWS: dict[str, Any] = {"kv_lens": (900, 0, 333, 2), "qo_lens": (4, 0, 3, 2), "causal": True}
@@ -324,6 +340,14 @@ def test_plans_of_random_extremes_stay_within_the_tensors(seed: int, masked: flo
     causal = seed % 3 == 0 and masked is None
     options: dict[str, Any] = {"causal": causal, "masked": masked, "pos_encoding": pos_encoding}
     setup = Setup(kind, _case("extremes", **SPLIT | F16_64 | options, padding=2))
+    _stays_within_the_tensors(kind, random_plan(setup.arguments, seed), seed)
+
+
+@pytest.mark.parametrize("sizes", [{"masked": 0.5}, FEW_512 | {"planner": {"num_ctas": 12}}], ids=["many", "few"])
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_random_extremes_for_heads_of_512_stay_within_the_tensors(seed: int, sizes: dict[str, Any]) -> None:
+    kind = ("prefill", "ragged")[seed % 2]
+    setup = Setup(kind, _case("extremes", **SPLIT | OF_512 | sizes, padding=2))
     _stays_within_the_tensors(kind, random_plan(setup.arguments, seed), seed)
 
 

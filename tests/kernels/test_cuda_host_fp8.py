@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,9 @@ pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kern
 
 from attn_ops.kernels.cuda import prefill
 from helpers.cases import Case
-from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
+from helpers.cuda_host import Fault, Host, needs_a_compiler
 from helpers.cuda_host.calls import OPS, SPLIT, prefill_case
+from helpers.cuda_host.faults import Planted, host_with, noticed
 from helpers.fp8_products import TENSOR_CORE_EPS
 from helpers.harness import Setup
 
@@ -119,9 +119,9 @@ def test_every_key_has_its_own_value(dim: int) -> None:
 
 
 ONE_ACCUMULATOR = Fault(
-    "issue_pv(output, partial, probabilities, values_of(previous));",
+    "issue_pv(output, partial, probabilities, values_of(number));",
     "for (float& x : partial) x = 0; fence_registers(output); wgmma_fence();"
-    "for (int i = 0; i < kTile / 32; ++i) wgmma_e4m3_rs(output, probabilities[i], values_of(previous) + i * 2, true);"
+    "for (int i = 0; i < kTile / 32; ++i) wgmma_e4m3_rs(output, probabilities[i], values_of(number) + i * 2, true);"
     "wgmma_commit();",
 )
 
@@ -152,34 +152,36 @@ def test_the_order_of_threads_changes_no_bit() -> None:
 ARRIVE = "if (lane == 0) arrive(v_empty + stage * 8);"
 PUBLISH = f"fence_async_shared();\n      __syncwarp();\n      {ARRIVE}"
 
-FAULTS: dict[str, tuple[Fault, str]] = {
-    "no proxy fence after values are transposed": (Fault(PUBLISH, f"__syncwarp(); {ARRIVE}"), "no proxy fence"),
-    "lane 0 arrives for lanes that still transpose": (
+FAULTS = {
+    "no proxy fence after values are transposed": Planted(Fault(PUBLISH, f"__syncwarp(); {ARRIVE}"), "no proxy fence"),
+    "lane 0 arrives for lanes that still transpose": Planted(
         Fault(PUBLISH, f"fence_async_shared(); {ARRIVE}"),
         "race|no proxy fence",
     ),
-    "values are transposed before they have arrived": (
+    "values are transposed before they have arrived": Planted(
         Fault("wait(v_full + tile % (2 * kValueStages) * 8, tile / (2 * kValueStages) & 1);", ""),
         "race|uninitialised",
     ),
-    "no wait for a stage of transposed values": (
+    "no wait for a stage of transposed values": Planted(
         Fault("wait(t_empty + to * 8, tile / kTransposedStages & 1 ^ 1);", ""),
         "race|more arrivals",
     ),
-    "no warp that transposes releases a unit": (
+    "no warp that transposes releases a unit": Planted(
         Fault("release_unit(shared);\n    if (!exists) return;", "if (!exists) return;"),
         "deadlock",
     ),
-    "the next unit is written before the one is read": (
+    "the next unit is written before the one is read": Planted(
         Fault("wait(shared_address(&shared.unit_empty), n & 1 ^ 1);", ""),
         "race|more arrivals",
     ),
-    "the next unit is not taken": (
+    "the next unit is not taken": Planted(
         Fault("if (thread == 0 && first + kTile >= end) pass_unit(p, schedule, n, shared);", ""),
         "deadlock",
     ),
-    "no arrival when values have been read": (Fault(f"__syncwarp();\n      {ARRIVE}", "__syncwarp();"), "deadlock"),
-    "a part of a state is stored before the last one is read": (
+    "no arrival when values have been read": Planted(
+        Fault(f"__syncwarp();\n      {ARRIVE}", "__syncwarp();"), "deadlock"
+    ),
+    "a part of a state is stored before the last one is read": Planted(
         Fault("sync(), store_part(part), sync();", "store_part(part), sync(), sync();"),
         "race",
     ),
@@ -190,8 +192,5 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 def test_faults_are_noticed(name: str) -> None:
     """And the same source without one is not."""
     case = _case("faults", kv_lens=(900, 70), qo_lens=(16, 9), heads=(4, 2), planner={"tile_rows": 32, "num_ctas": 1})
-    noticed = pytest.raises(HostError, match=FAULTS[name][1]) if name else contextlib.nullcontext()
-    faults = [fault for fault, _ in FAULTS.values()]
-    host = Host(sms=2, faults=faults, planted=1 + list(FAULTS).index(name) if name else 0)
-    with noticed:
-        _attend("prefill", case, host)
+    with noticed(FAULTS, name):
+        _attend("prefill", case, host_with(FAULTS, name))

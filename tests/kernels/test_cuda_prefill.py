@@ -193,8 +193,8 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
 
 
 TABLES = (
-    *(prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.KV_FP8_TILES, prefill.FEW_ROWS_TILES),
-    *(prefill.FP8_TILES, prefill.ROPE_TILES, prefill.ALIBI_TILES),
+    *(prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.SHARED_ROWS_TILES, prefill.ROPE_TILES, prefill.ALIBI_TILES),
+    *(prefill.KV_FP8_TILES, prefill.FEW_ROWS_TILES, prefill.FP8_TILES),
 )
 TILES = [tile for table in TABLES for tile in table.values()]
 
@@ -236,8 +236,11 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     # Last product; next unit's logits.
     beside_the_epilogue = ["1", "0"] if tile.queries > 1 and key.rows != "few" else []
     pv = ["0"] * (4 if key[:2] == (256, 256) and key.dtype == E4M3 else 1)  # for each part of the columns
-    assert waits == ["0", "1", *pv, *beside_the_epilogue, *pv]  # first tile; mainloop; ...; last product
-    step, rest = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0(.*?)GMMA", code, re.DOTALL)[0]
+    of_parts = ["1"] * (tile.key_parts - 1)
+    # First tile; mainloop; ...; last product.
+    assert waits == [*of_parts, "0", *of_parts, "1", *pv, *beside_the_epilogue, *pv]
+    steps = re.findall(r"DEPBAR.LE gsb0, 0x1((?:(?!DEPBAR).)*)DEPBAR.LE gsb0, 0x0(.*?)GMMA", code, re.DOTALL)
+    step, rest = steps[1 if of_parts else 0]
     softmax = step.rpartition("MUFU.RCP")[2]  # after the soft cap
     exponentials = tokens / 2 * 15 / 16  # at least: of a thread, as a warpgroup has 64 packed rows and a KV tile
     if _finishes_early(key):
@@ -248,7 +251,7 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
             assert len(re.findall("FMUL|FFMA", finishing)) >= key[1] / 2 * 3 / 4
     else:
         wide = 16 if tile.converters else 29
-        assert softmax.count("MUFU.EX2") >= min(exponentials, wide if key[:2] == (256, 256) else exponentials)
+        assert softmax.count("MUFU.EX2") >= min(exponentials, wide if key.head_dim_vo >= 256 else exponentials)
     loads, stores = _spills(key)
     assert len(re.findall(r"\bLDL\b", softmax)) <= loads
     assert softmax.count("STL") <= stores
@@ -363,6 +366,7 @@ TAKEN: list[dict[str, Any]] = [
     {"op": "ragged_prefill", "page_size": 0, "layout": MemoryLayout(joinable=False)},
     {"op": "single_prefill", "page_size": 0, "dtype": torch.float16, "kv_dtype": torch.float16},
     *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.TILES),
+    {"op": "block_sparse_prefill", "head_dim_qk": 512, "head_dim_vo": 512, "page_size": 4, "options": ("mask",)},
     {"page_size": 8},
     {"page_size": 264},
     {"page_size": 12},
@@ -403,11 +407,14 @@ def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Speciali
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
+OF_512: dict[str, Any] = {"head_dim_qk": 512, "head_dim_vo": 512}
+
 FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
     ({"kv_dtype": torch.bfloat16}, "the cache is torch.bfloat16, not FP8"),
     ({"dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
+    (OF_512, "head dimensions 512 and 512 have no tile"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
     ({"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}, "it does not implement pos_encoding"),
@@ -464,7 +471,8 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     masked, encoding = "mask" in problem.options, problem.pos_encoding
     key = PrefillKey(*dims, _loads(problem), problem.dtype, False, custom_mask=masked, pos_encoding=encoding)
     plain = not masked and encoding == "NONE"
-    keys = [key, key._replace(rows="many")] if dims == (128, 128) and plain else [key]
+    rows = ["any", *["few"] * (dims == (512, 512)), *["many"] * (dims == (128, 128) and plain)]
+    keys = [key._replace(rows=one) for one in rows]
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
@@ -477,6 +485,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
     ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
+    ({"head_dim_qk": 512, "head_dim_vo": 256}, "head dimensions 512 and 256 have no tile"),
+    (ROPE | OF_512, "head dimensions 512 and 512 have no tile with RoPE"),
+    (ALIBI | OF_512, "head dimensions 512 and 512 have no tile with ALiBi"),
     (ROPE | {"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile with RoPE"),
     (ROPE | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
     (ALIBI | {"head_dim_qk": 256, "head_dim_vo": 256}, "head dimensions 256 and 256 have no tile with ALiBi"),
