@@ -194,10 +194,12 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
                 "names for them",
                 "pass them by name",
             )
-        if head_dim_qk is None and "head_dim" not in kwargs:
-            head_dim_qk = self._head_dim_qk
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         defaults = dict(self._defaults)
+        if head_dim_qk is None and "head_dim" not in kwargs:
+            head_dim_qk = self._head_dim_qk
+        elif kwargs.get("head_dim", head_dim_qk) != self._head_dim_qk:
+            del defaults["head_dim_vo"]  # which belongs to the constructor's head_dim_qk
         if "data_type" in kwargs:
             del defaults["q_data_type"], defaults["kv_data_type"]
         return super().prepare_plan(

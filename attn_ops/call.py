@@ -101,16 +101,21 @@ class AttentionCall(NamedTuple):
     def op_call(self) -> OpCall:
         """The call of the op, checked and planned, for :func:`~attn_ops.eager.prepared_call.prepared`."""
         args, keywords, dtype, scale = self._resolve()
-        finalize = functools.partial(self.output.finalize, dtype=dtype, scale=scale)
         same_dtype = dtype == (keywords.get("out_dtype") or args[0].dtype)
         destinations = (
             self.output.destinations() if same_dtype and not isinstance(scale, Tensor) and scale == 1 else None
         )
         rows, (_, dim_vo) = self.output.rows_shape, self.plan.head_dims
-        shape = None if rows is None else (*rows, *args[0].shape[1:-1], dim_vo)
-        repeatable = self.output.has_no_buffer and not isinstance(scale, Tensor)
-        unpack = not self.output.return_lse
-        return OpCall(self.op, args, keywords, finalize, destinations, unpack, shape, repeatable=repeatable)
+        return OpCall(
+            self.op,
+            args,
+            keywords,
+            finalize=functools.partial(self.output.finalize, dtype=dtype, scale=scale),
+            destinations=destinations,
+            unpack=not self.output.return_lse,
+            shape=None if rows is None else (*rows, *args[0].shape[1:-1], dim_vo),
+            repeatable=self.output.has_no_buffer and not isinstance(scale, Tensor),
+        )
 
     def _resolve(self) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype, float | Tensor]:
         """Check and plan: the op's arguments, and the dtype and factor of the output."""

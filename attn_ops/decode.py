@@ -6,6 +6,7 @@ FlashInfer's names and arguments; shapes and meaning as in the user guide (docs/
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class _OneRow(NamedTuple):
         return found._replace(finalize=functools.partial(_first_row, found.finalize), destinations=None)
 
 
-def _first_row(finalize: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _first_row(finalize: Callable[..., Any] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = (out, lse) if finalize is None else finalize(out, lse)
     return out, lse[0]
 
@@ -358,7 +359,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             window_right=window_right,
             is_causal=is_causal,
         )
-        return self._sizes(where, batch)
+        return self._workspace_size(where, batch)
 
     @typed
     @prepared
@@ -384,8 +385,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
 
         Args:
             q: ``[batch, num_qo_heads, head_dim]``; ``[batch * q_len_per_req, ...]`` with more rows per request.
-            paged_kv_cache: one tensor ``[pages, 2, page_size, num_kv_heads, head_dim]`` (HND: heads before places), or
-                a pair of caches; without the dimension of places the page size is 1.
+            paged_kv_cache: one tensor ``[pages, 2, page_size, num_kv_heads, head_dim]`` (HND: heads before tokens), or
+                a pair of caches; without the dimension of tokens the page size is 1.
             args: ``k_scale, v_scale`` by position, ``q_scale, k_scale, v_scale`` with an FP8 query; ``sinks, sm_scale``
                 with the variant AttentionSink.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
@@ -509,7 +510,8 @@ def fast_decode_plan(
 ) -> None:
     """``self.plan(...)``, with ``global_override_indptr_cpu`` in the place of ``indptr`` where it is given.
 
-    Engines bind it as a method: ``wrapper.plan = functools.partial(fast_decode_plan, wrapper)``.
+    An ``o_data_type`` that the plan before had stays, as in FlashInfer. Engines bind it as a method: ``wrapper.plan =
+    functools.partial(fast_decode_plan, wrapper)``.
     """
     table = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu, indices, last_page_len
     sizes = num_qo_heads, num_kv_heads, head_dim, page_size
@@ -519,6 +521,7 @@ def fast_decode_plan(
         "logits_soft_cap": logits_soft_cap,
         "q_data_type": q_data_type,
         "kv_data_type": kv_data_type,
+        "o_data_type": _planned_output_dtype(self),
         "data_type": data_type,
         "sm_scale": sm_scale,
         "rope_scale": rope_scale,
@@ -528,3 +531,9 @@ def fast_decode_plan(
         "q_len_per_req": q_len_per_req,
     }
     plan_batch(self, (*table, *sizes), options)
+
+
+def _planned_output_dtype(wrapper: BatchDecodeWithPagedKVCacheWrapper) -> torch.dtype | None:
+    """The planned dtype of the output, None if it is that of the query."""
+    dtypes = None if wrapper._planned is None else wrapper._planned.dtypes
+    return None if dtypes is None or dtypes.o == dtypes.q else dtypes.o

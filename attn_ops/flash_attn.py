@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import prepared_function
+from attn_ops.eager.prepared_call import Executable, prepared_function
 from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
 from attn_ops.frontend.flash import arguments
@@ -25,7 +25,7 @@ from attn_ops.frontend.flash.cache import (
     CacheTensors,
     as_token_pages,
     has_symbolic_pages,
-    rotate,
+    paged_varlen_attention,
 )
 from attn_ops.frontend.flash.cache_checks import check_latent, check_requests, check_tables, new_tokens, one_of
 from attn_ops.frontend.flash.calls import (
@@ -33,6 +33,7 @@ from attn_ops.frontend.flash.calls import (
     DENSE_CACHE,
     PAGED_CACHE,
     VARLEN,
+    ProbabilitiesCall,
     Result,
     check_heads,
     dense_attention,
@@ -44,7 +45,7 @@ from attn_ops.frontend.flash.calls import (
 from attn_ops.frontend.flash.metadata import SchedulerMetadata
 from attn_ops.frontend.flash.padded import SpreadCall, Used
 from attn_ops.frontend.flash.plan_spec import cache_spec, runs_decode
-from attn_ops.frontend.flash.rotary import Rotary
+from attn_ops.frontend.flash.rotary import Rotary, rotate
 from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
@@ -114,9 +115,11 @@ def flash_attn_func(
         s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
             ``learnable_sink`` is another name of it.
         return_softmax_lse: return ``(out, lse)``.
+        return_attn_probs: return ``(out, lse, None)``, as FlashAttention 2 does without dropout: probabilities are
+            never stored.
         out: buffer of the result, filled and returned.
         deterministic, num_splits, pack_gqa, sm_margin: without effect.
-        dropout_p, alibi_slopes, return_attn_probs: refused unless they change nothing.
+        dropout_p, alibi_slopes: refused unless they change nothing.
 
     Returns:
         ``out [batch, seqlen_q, num_heads, head_dim]`` in the dtype of ``q``, bfloat16 of an FP8 query; float32 ``lse
@@ -127,8 +130,9 @@ def flash_attn_func(
         GradientError: a tensor requires grad. There is no backward.
     """
     where = "flash_attn_func"
-    optional_flags(where, return_softmax_lse=return_softmax_lse)
-    arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    optional_flags(where, return_softmax_lse=return_softmax_lse, return_attn_probs=return_attn_probs)
+    arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    return_lse = return_softmax_lse or return_attn_probs
     options = arguments.options(
         where,
         q,
@@ -141,7 +145,8 @@ def flash_attn_func(
     )
     descales = arguments.Descales(q_descale, k_descale, v_descale)
     chunk = arguments.chunk_of(where, attention_chunk)
-    return dense_attention(where, q, k, v, options, descales, return_softmax_lse, out, qv=qv, chunk=chunk)
+    call = dense_attention(where, q, k, v, options, descales, return_lse, out, qv=qv, chunk=chunk)
+    return ProbabilitiesCall(call) if return_attn_probs else call
 
 
 @typed
@@ -201,8 +206,9 @@ def flash_attn_varlen_func(
         ``out [total_q, num_heads, head_dim]``; with ``return_softmax_lse`` also float32 ``lse [num_heads, total_q]``.
     """
     where = "flash_attn_varlen_func"
-    optional_flags(where, return_softmax_lse=return_softmax_lse)
-    arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    optional_flags(where, return_softmax_lse=return_softmax_lse, return_attn_probs=return_attn_probs)
+    arguments.refuse(where, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    return_lse = return_softmax_lse or return_attn_probs
     options = arguments.options(
         where,
         q,
@@ -224,8 +230,7 @@ def flash_attn_varlen_func(
         q, qv = rows.take(where, q=q, qv=qv)
         cu_seqlens_q = rows.cu_seqlens
     if block_table is None:
-        required(where, cu_seqlens_k=cu_seqlens_k)
-        assert cu_seqlens_k is not None
+        (cu_seqlens_k,) = required(where, cu_seqlens_k=cu_seqlens_k)
         if scheduler_metadata is not None:
             fail(
                 ArgumentError,
@@ -241,33 +246,27 @@ def flash_attn_varlen_func(
             k, v = keys.take(where, k=k, v=v)
             cu_seqlens_k = keys.cu_seqlens
         call = varlen_attention(
-            where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, descales, return_softmax_lse, out, qv=qv, chunk=chunk
+            where, q, k, v, cu_seqlens_q, cu_seqlens_k, options, descales, return_lse, out, qv=qv, chunk=chunk
         )
     else:
-        if seqused_k is None:
-            required(where, cu_seqlens_k=cu_seqlens_k)
-        for name, t in (("k", k), ("v", v)):
-            ranked(where, name, t, PAGED_CACHE)
-        check_heads(where, q, k, v, qv)
-        check_latent(where, q, qv, (k, v), options)
-        batch = CacheBatch(
-            spec=cache_spec(q, k, v, qv, options, decode=False),
-            table=block_table,
-            requests=block_table.shape[0],
-            lengths=CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k),
-            rows=q.shape[0],
-            device=q.device,
-            cu_seqlens_q=cu_seqlens_q,
-            places=k.shape[0],
+        call = paged_varlen_attention(
+            where,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            block_table,
+            options,
+            descales,
+            Result(None, return_lse, out),
+            scheduler_metadata,
+            qv=qv,
             chunk=chunk,
-            table_name="block_table",
         )
-        found = batch.metadata(where, scheduler_metadata)
-        tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.value, k.shape[1])
-        scales = descales.of_rows(where, q, k, batch.requests, cu_seqlens_q)
-        given = CacheArguments(q, qv, k, v)
-        call = tensors.attend(where, found, options, scales, Result(None, return_softmax_lse, out), given)
-    return call if rows is None else SpreadCall(call, rows, return_softmax_lse, out)
+    result: Executable = call if rows is None else SpreadCall(call, rows, return_lse, out)
+    return ProbabilitiesCall(result) if return_attn_probs else result
 
 
 @typed
@@ -385,7 +384,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q,
         appended=0 if new is None else new[0].shape[0],
         cu_new=cu_seqlens_k_new,
-        places=k_cache.shape[0],
+        cache_pages=k_cache.shape[0],
         cache_batch_idx=cache_batch_idx,
         leftpad=cache_leftpad,
         chunk=chunk,

@@ -158,10 +158,8 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             fail(OptionError, where, f"output_scale is {output_scale!r}", ", ".join(OUTPUT_SCALES), "pass one of these")
         if lse_mode not in LSE_MODES:
             fail(OptionError, where, f"lse_mode is {lse_mode!r}", ", ".join(LSE_MODES), "pass one of these")
-        rows = renamed(where, "qo_indptr", qo_indptr, "cum_seq_lens_q", cum_seq_lens_q)
-        required(where, qo_indptr=rows, num_heads=num_heads, page_size=page_size)
-        assert num_heads is not None
-        assert page_size is not None
+        (rows,) = required(where, qo_indptr=renamed(where, "qo_indptr", qo_indptr, "cum_seq_lens_q", cum_seq_lens_q))
+        num_heads, page_size = required(where, num_heads=num_heads, page_size=page_size)
         positive(where, num_heads=num_heads, page_size=page_size)
         table = self._table(where, page_size, (kv_indptr, kv_indices, kv_len_arr), block_tables, seq_lens)
         ckv = MLA_DIMS[0] if head_dim_ckv is None else head_dim_ckv
@@ -201,15 +199,11 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         block_tables: Tensor | None,
         seq_lens: Tensor | None,
     ) -> PageTable:
-        kv_indptr, kv_indices, kv_len_arr = listed
+        named = dict(zip(("kv_indptr", "kv_indices", "kv_len_arr"), listed, strict=True))
         if block_tables is None:
-            required(where, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
-            assert kv_indptr is not None
-            assert kv_indices is not None
-            assert kv_len_arr is not None
+            kv_indptr, kv_indices, kv_len_arr = required(where, **named)
             return by_length(where, kv_indptr, kv_indices, kv_len_arr, page_size)
-        names = ("kv_indptr", "kv_indices", "kv_len_arr")
-        given = ", ".join(name for name, t in zip(names, listed, strict=True) if t is not None)
+        given = ", ".join(name for name, t in named.items() if t is not None)
         if given:
             fail(ArgumentError, where, f"{given} and block_tables are both given", "one page table", "drop one")
         pages = block_table(where, "block_tables", block_tables, block_tables.device)
@@ -389,9 +383,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         self, where: str, q_nope: Tensor | None, q_pe: Tensor | None, query: Latent | None
     ) -> tuple[Tensor, Tensor]:
         if query is None:
-            required(where, q_nope=q_nope, q_pe=q_pe)
-            assert q_nope is not None
-            assert q_pe is not None
+            q_nope, q_pe = required(where, q_nope=q_nope, q_pe=q_pe)
             return q_nope, q_pe
         if q_nope is not None or q_pe is not None:
             fail(ArgumentError, where, "query and q_nope, q_pe are both given", "one form", "drop one")
@@ -419,8 +411,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             if ckv_cache is not None or kpe_cache is not None:
                 fail(ArgumentError, where, "kv_cache and ckv_cache, kpe_cache are both given", "one form", "drop one")
             return latent(where, kv_cache, ckv)
-        required(where, ckv_cache=ckv_cache)
-        assert ckv_cache is not None
+        (ckv_cache,) = required(where, ckv_cache=ckv_cache)
         return latent(where, ckv_cache, ckv) if kpe_cache is None else (ckv_cache, kpe_cache)
 
     def _scale(self, where: str, q_nope: Tensor, q_pe: Tensor) -> float:
@@ -433,8 +424,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         self, where: str, names: TableNames, q: Tensor, page_table: Tensor, kv_len: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Block tables, lengths and ``qo_indptr`` of a query with the same number of rows for every request."""
-        required(where, **{names.lengths: kv_len})
-        assert kv_len is not None
+        (kv_len,) = required(where, **{names.lengths: kv_len})
         table = block_table(where, names.table, page_table, q.device)
         batch = table.shape[0]
         q_len = q.shape[0] // max(1, batch)

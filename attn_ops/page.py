@@ -76,6 +76,7 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     indptr = index(where, "kv_indptr", kv_indptr)
     last = index(where, "kv_last_page_len", kv_last_page_len)
     if seen(indptr):
+        # Whole tensors are tested first: the functions that word the errors loop over the numbers.
         if indptr.dim() != 1 or indptr.shape[0] < 2:
             check_indptr("kv_indptr", indptr, where, later=True)
         pages = indptr.long().diff()
@@ -143,10 +144,9 @@ def append_paged_mla_kv_cache(
     where = "append_paged_mla_kv_cache"
     given = {"append_ckv": (append_ckv, ckv_cache), "append_kpe": (append_kpe, kpe_cache)}
     parts: list[tuple[Tensor, Tensor]] = []
-    for name, (new, cache) in given.items():
+    for name, (tokens, cache) in given.items():
         if cache is not None:
-            required(where, **{name: new})
-            assert new is not None
+            (new,) = required(where, **{name: tokens})
             parts.append((new, cache))
     if len(parts) == 1:
         # The op writes two parts: give it an empty one, of width 0.

@@ -126,7 +126,7 @@ class DecodePlanner(PlannerBase):
         context: ContextShard | None = None,
         head_shards: int = 1,
     ) -> None:
-        self.context = context
+        self.context, storage = context, storage or {}
         in_range("max_batch", max_batch)
         in_range("max_pages", max_pages, least=0)
         in_range("cache_pages", cache_pages)
@@ -152,10 +152,10 @@ class DecodePlanner(PlannerBase):
         capacity = max_batch, max_pages, num_ctas
         shapes = decode_shapes(self.problem, *capacity)
         check_products("planner", self.problem, max_pages, shapes)
-        fields = check_storage(storage or {}, shapes, self.device)
+        fields = check_storage(storage, shapes, self.device)
         with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
             plan = allocate_decode(self.problem, *capacity, self.device, storage=fields)
-            self._own(plan, (storage or {}).get(WORKSPACE), of_rank)
+            self._own(plan, storage.get(WORKSPACE), of_rank)
 
     @typed
     def plan(
@@ -214,10 +214,11 @@ class PrefillPlanner(PlannerBase):
             is less than that per request. On Hopper 384 with heads of 64, and 768 with heads of 128 for large batches:
             ``max_tokens * num_qo_heads`` at least 1,536 for each SM, and 1,024 for each request and KV head. The
             capacities are best no larger than batches are.
-        num_ctas: capacity for splits: work items of one KV head that tiles are split into for load balance. It is taken
-            for twice the query tiles that the device computes at a time, or for one and a half times with head dims of
-            values over 128. 0 never splits; default by the device, and for MLA on Hopper by ``max_batch`` and
-            ``max_tokens``, which are best no larger than batches are.
+        num_ctas: capacity for splits, the work items of one KV head that query tiles are split into for load balance.
+            Unlike that of :class:`DecodePlanner` it is no number of CTAs: planning takes half of it for the number of
+            query tiles that the device computes at a time, or two thirds with head dims of values over 128. 0 never
+            splits; default by the device, and for MLA on Hopper by ``max_batch`` and ``max_tokens``, which are best no
+            larger than batches are.
         fixed_split_size: as for :class:`DecodePlanner`, for every tile. The default of ``num_ctas`` is then the
             largest number of splits that ``max_tokens`` and ``max_kv_len`` make, and ``tile_rows`` does not depend on
             the capacities. A batch that needs more splits is refused if its lengths are on the host; with lengths on
@@ -255,23 +256,9 @@ class PrefillPlanner(PlannerBase):
         context: ContextShard | None = None,
         head_shards: int = 1,
     ) -> None:
-        if max_pages == 0 and context is not None:
-            fail(
-                OptionError,
-                "planner",
-                "context with ragged KV (max_pages 0)",
-                "a paged cache, whose pages the ranks share",
-                "leave context out: every rank has all rows of ragged KV",
-            )
-        if max_pages == 0 and (page_size != 1 or max_kv_len is None):
-            fail(
-                OptionError,
-                "planner",
-                f"ragged KV (max_pages 0) with page_size {page_size} and max_kv_len {max_kv_len}",
-                "page_size 1 and a number of tokens",
-                "give max_kv_len, or max_pages for a paged cache",
-            )
-        self.context = context
+        if max_pages == 0:
+            _check_ragged(page_size, max_kv_len, context)
+        self.context, storage = context, storage or {}
         in_range("max_batch", max_batch)
         in_range("max_tokens", max_tokens, most=MAX_QUERY_ROWS)
         in_range("max_pages", max_pages, least=0)
@@ -299,21 +286,24 @@ class PrefillPlanner(PlannerBase):
         of_rank = rank_problem(self.problem, head_shards)
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         prepare(self.device)
-        max_splits = num_ctas
-        if max_splits is None and self.problem.split:
+        if num_ctas is None:
             longest = max_pages * page_size if max_kv_len is None else max_kv_len
-            max_splits = max_splits_for(self.problem, max_batch, max_tokens, longest)
-        elif max_splits is None:
-            max_splits = splits_per_head(self.device, of_rank, most_tiles(of_rank, max_batch, max_tokens))
-        max_splits = max_splits // 2 * 2
+            num_ctas = self._default_splits(of_rank, max_batch, longest)
+        max_splits = num_ctas // 2 * 2
         shapes = prefill_shapes(max_batch, full_tiles(self.problem, max_tokens), max_pages, max_splits)
         check_products("planner", self.problem, max_pages, shapes)
-        fields = check_storage(storage or {}, shapes, self.device)
+        fields = check_storage(storage, shapes, self.device)
         with torch.inference_mode(False):  # the plan is also written and read outside of inference mode
             plan = allocate_prefill(
                 self.problem, max_batch, max_tokens, max_pages, self.device, max_splits, storage=fields
             )
-            self._own(plan, (storage or {}).get(WORKSPACE), of_rank)
+            self._own(plan, storage.get(WORKSPACE), of_rank)
+
+    def _default_splits(self, of_rank: PlanProblem, max_batch: int, longest: int) -> int:
+        """Splits for load balance on the device, or the most of a fixed size in requests of ``longest`` tokens."""
+        if self.problem.split:
+            return max_splits_for(self.problem, max_batch, self.max_tokens, longest)
+        return splits_per_head(self.device, of_rank, most_tiles(of_rank, max_batch, self.max_tokens))
 
     def _problem(self, **arguments: Any) -> PlanProblem:
         """:func:`planner_problem`, to which a planner of block-sparse attention adds fields."""
@@ -426,6 +416,26 @@ class PrefillPlanner(PlannerBase):
                 f"num_ctas of at least {needed}",
                 "make the planner with that num_ctas, or with a larger fixed_split_size",
             )
+
+
+def _check_ragged(page_size: int, max_kv_len: int | None, context: ContextShard | None) -> None:
+    """The arguments of a planner for ragged KV."""
+    if context is not None:
+        fail(
+            OptionError,
+            "planner",
+            "context with ragged KV (max_pages 0)",
+            "a paged cache, whose pages the ranks share",
+            "leave context out: every rank has all rows of ragged KV",
+        )
+    if page_size != 1 or max_kv_len is None:
+        fail(
+            OptionError,
+            "planner",
+            f"ragged KV (max_pages 0) with page_size {page_size} and max_kv_len {max_kv_len}",
+            "page_size 1 and a number of tokens",
+            "give max_kv_len, or max_pages for a paged cache",
+        )
 
 
 def _tile_rows_of_capacity(

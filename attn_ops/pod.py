@@ -163,7 +163,7 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
                 fail(UnsupportedError, where, f"{name} is given", expected, fix)
         flags(where, causal_d=causal_d)
         optional_flags(where, return_lse_p=return_lse_p, return_lse_d=return_lse_d)
-        attention_options(
+        attention_options(  # for its errors, by the names that the arguments have here
             where,
             suffix="_p",
             pos_encoding_mode=pos_encoding_mode_p,

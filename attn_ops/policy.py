@@ -25,7 +25,7 @@ class Policy(NamedTuple):
 
 _NO_JIT = "kernels are not generated from a user's source; use the named options"
 _BOUND = "a bound on lengths that the lengths themselves give"
-_AGAIN = "repeats the page table"
+_REPEATS = "repeats the page table"
 _ACCURACY = "accumulation and softmax are float32"
 _LAUNCH = "a launch attribute of another library's kernels"
 _SCRATCH = "scratch memory that these ops do not need"
@@ -42,7 +42,6 @@ _JIT = (
 _PER_HEAD = "give block maps of KV heads to VariableBlockSparseAttentionWrapper"
 _SPARSE = "every key counts; choose keys with a custom_mask or by the page table"
 _TRAINING = "there is no backward and no dropout; pass 0.0, and use the flash_attn package to train"
-_PROBABILITIES = "attention probabilities are never stored; for the log-sum-exp pass return_softmax_lse=True"
 _ALIBI = "slopes are not an argument; for the standard slopes use pos_encoding_mode='ALIBI' of the prefill wrappers"
 
 FLASHINFER = Policy(
@@ -68,12 +67,12 @@ FLASHINFER = Policy(
         "variant_owns_mask": _NO_JIT,
         "non_blocking": "host tensors are always copied without waiting, in stream order",
         "disable_split_kv": "splits change no more than rounding; True plans unsplit work",
-        "uniform_q_len": _AGAIN,
-        "block_tables": _AGAIN,
-        "seq_lens": _AGAIN,
-        "seq_lens_q": _AGAIN,
-        "q_seq_lens_cpu": _AGAIN,
-        "kv_seq_lens_cpu": _AGAIN,
+        "uniform_q_len": _REPEATS,
+        "block_tables": _REPEATS,
+        "seq_lens": _REPEATS,
+        "seq_lens_q": _REPEATS,
+        "q_seq_lens_cpu": _REPEATS,
+        "kv_seq_lens_cpu": _REPEATS,
         "max_token_per_sequence": _BOUND,
         "max_sequence_kv": _BOUND,
         "max_seq_len": _BOUND,
@@ -85,7 +84,7 @@ FLASHINFER = Policy(
         "multi_ctas_kv_counter_buffer": _SCRATCH,
         "semaphores": _SCRATCH,
         "workspace_buffer": "a call without a plan() allocates its own; wrappers do compute in it",
-        "cum_seq_lens_kv": _AGAIN,
+        "cum_seq_lens_kv": _REPEATS,
         "qk_nope_head_dim": "the width of keys before absorption, which matters to bmm1_scale alone",
         "variant": "one kernel reads caches of any strides",
         "skip_all_rows_active_check": "rows without a key are always handled",
@@ -140,7 +139,6 @@ FLASH_ATTENTION = Policy(
     unsupported={
         "dropout_p": ((0, 0.0), _TRAINING),
         "alibi_slopes": ((), _ALIBI),
-        "return_attn_probs": ((False,), _PROBABILITIES),
     },
 )
 """``dropout_p`` is never None."""

@@ -363,7 +363,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         )
         qo_lens = given.get("seq_lens") if given.get("seq_lens_q") is None else given["seq_lens_q"]
         table = PageTable.of(where, *tables[1:], self._rows(qo_indptr, qo_lens, spec))
-        return self._sizes(where, Batch("batch_prefill", table, spec, AttentionOptions(causal=spec.causal)))
+        return self._workspace_size(where, Batch("batch_prefill", table, spec, AttentionOptions(causal=spec.causal)))
 
     @typed
     @prepared
@@ -412,7 +412,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
             given = self._run_positional(where, args, q, **given)
-        output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
+        output = OutputSpec(out, lse, return_lse, lse_base=lse_base, lse_layout=lse_layout)
         return self._paged_call(where, q, paged_kv_cache, output, window_left=window_left, **given)
 
     @typed

@@ -146,8 +146,9 @@ class BlockSparsePlanner(_SparsePlanner):
         num_ctas: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        for name, size in (("num_rows", num_rows), ("num_keys", num_keys), ("row_block", row_block)):
-            in_range(name, size)
+        in_range("num_rows", num_rows)
+        in_range("num_keys", num_keys)
+        in_range("row_block", row_block)
         in_range("col_block", col_block)
         in_range("max_blocks", max_blocks)
         if num_keys % col_block:
@@ -263,9 +264,12 @@ class VariableBlockSparsePlanner(_SparsePlanner):
         num_ctas: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        sizes = {"num_block_rows": num_block_rows, "num_block_cols": num_block_cols, "max_pages": max_pages}
-        for name, size in {"num_rows": num_rows, "num_keys": num_keys, **sizes, "num_kv_heads": num_kv_heads}.items():
-            in_range(name, size)
+        in_range("num_rows", num_rows)
+        in_range("num_keys", num_keys)
+        in_range("num_block_rows", num_block_rows)
+        in_range("num_block_cols", num_block_cols)
+        in_range("max_pages", max_pages)
+        in_range("num_kv_heads", num_kv_heads)
         check_groups("planner", num_qo_heads, num_kv_heads)
         group, rows = num_qo_heads // num_kv_heads, -(-num_rows // num_block_rows)
         if tile_rows is None:

@@ -40,10 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def op_options(p: PrefillProblem) -> dict[str, Any]:
     """The options of the row, for ops and kernels."""
     row = p.row
-    options: dict[str, Any] = {"causal": row.causal, "window_left": row.window_left}
-    options |= {"logits_soft_cap": row.logits_soft_cap, "mask": p.packed_mask()}
-    options |= {"pos_encoding": row.pos_encoding}
-    return options | {"out_dtype": p.dtype if row.fp8_query else None}
+    return {
+        "causal": row.causal,
+        "window_left": row.window_left,
+        "logits_soft_cap": row.logits_soft_cap,
+        "mask": p.packed_mask(),
+        "pos_encoding": row.pos_encoding,
+        "out_dtype": p.dtype if row.fp8_query else None,
+    }
 
 
 def _paged(p: PrefillProblem, backend: str = "auto") -> Call:

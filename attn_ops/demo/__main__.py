@@ -55,15 +55,15 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         raise DemoError(f"--tp {args.tp} needs that many GPUs; torch sees {torch.cuda.device_count()}")
     dtype = DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     return Options(
-        device,
-        dtype,
-        args.model,
-        tuple(args.prompt),
-        args.batch,
-        args.max_new_tokens,
-        args.seed,
-        args.output,
-        args.tp,
+        device=device,
+        dtype=dtype,
+        model=args.model,
+        prompts=tuple(args.prompt),
+        batch=args.batch,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        output=args.output,
+        ranks=args.tp,
     )
 
 

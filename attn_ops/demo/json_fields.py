@@ -84,9 +84,7 @@ def read(path: Path, what: str) -> Fields:
         raise DemoError(f"{path} does not exist; the demo needs {what}; is the download complete?") from error
     except OSError as error:
         raise DemoError(f"{path} cannot be read ({error.strerror}); the demo needs {what}") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not UTF-8, not JSON, an integer of thousands of digits, deep nesting
+    except (ValueError, RecursionError) as error:
+        # It is not UTF-8 or not JSON, has an integer of thousands of digits, or is nested too deeply.
         raise DemoError(f"{path} is not JSON ({error}); the demo needs {what}; {FIX}") from error
     return Fields(values, path.name)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor
 
-from attn_ops.eager.captured_call import _C, CONSTANT, allocator, index_of, source_of
+from attn_ops.eager.captured_call import _C, CONSTANT, View, allocator, index_of, source_of
 from attn_ops.eager.checked_call import CHECKED_CALLS, Bases
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
 
@@ -69,9 +69,8 @@ def first_call(
     calls = [call for call in (passed_on(x.op, x.args, x.kwargs) for x in given) if call is not None]
     if len(calls) < len(given):
         return None
-    functions = [
-        CHECKED_CALLS[call.op].check(call.args, call.kwargs) for call in calls
-    ]  # all before anything is written
+    # All are checked before anything is written.
+    functions = [CHECKED_CALLS[call.op].check(call.args, call.kwargs) for call in calls]
     for call, function in zip(calls[1:], functions[1:], strict=True):
         function(*call.args, **call.kwargs)
     outputs = functions[0](*calls[0].args, **calls[0].kwargs)
@@ -137,16 +136,14 @@ def _finalize(op_call: OpCall, shape: tuple[int, ...] | None) -> Callable[[Any],
 
 
 class _View(NamedTuple):
-    """A view of a tensor of a call, ``ahead`` elements after its first."""
+    """A view of a tensor of a call: of that in place ``base``."""
 
     base: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    ahead: int
+    view: View
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        t = tensors[self.base]
-        return t.as_strided(self.shape, self.strides, t.storage_offset() + self.ahead)
+        t, (size, strides, ahead) = tensors[self.base], self.view
+        return t.as_strided(size, strides, t.storage_offset() + ahead)
 
 
 class _Binder:
@@ -215,4 +212,4 @@ class _Binder:
         self.used.add(i)
         if base is t:
             return i
-        return _View(i, tuple(t.shape), t.stride(), int(t.storage_offset() - base.storage_offset()))
+        return _View(i, View.of(t, base))

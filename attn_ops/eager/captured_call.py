@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +138,24 @@ def allocator(t: Tensor) -> Any:
 reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 """``reinterpret(base, size, strides, ahead)``: a view that begins ``ahead`` elements after ``base``, as ``as_strided``
 makes it, in less time and without what Autograd needs."""
+
+
+class View(NamedTuple):
+    """A view of the memory of another tensor: sizes, strides, and how far ahead of it it begins."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    ahead: int
+
+    @classmethod
+    def of(cls, t: Tensor, base: Tensor) -> View:
+        """``t`` as a view of ``base``, which is in the same memory."""
+        return cls(tuple(t.shape), t.stride(), int(t.storage_offset() - base.storage_offset()))
+
+    def taker(self) -> Callable[[Tensor], Tensor]:
+        """A function that takes the view of another base, by :data:`reinterpret`."""
+        size, strides, ahead = self
+        return lambda base: reinterpret(base, size, strides, ahead)
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:

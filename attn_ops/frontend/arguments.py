@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from attn_ops.typed import integers
 
 DType = str | torch.dtype
 
+T = TypeVar("T")
+
 
 def as_dtype(where: str, name: str, value: DType) -> torch.dtype:
     """``"float16"``, ``"torch.float16"`` or the dtype itself."""
@@ -56,10 +58,10 @@ class DTypes:
         o_data_type: DType | None = None,
         data_type: DType | None = None,
     ) -> None:
-        default = torch.float16 if q_data_type is None else input_dtype(where, "q_data_type", q_data_type)
+        named = torch.float16 if q_data_type is None else input_dtype(where, "q_data_type", q_data_type)
         both = None if data_type is None else input_dtype(where, "data_type", data_type)
-        unsaid = default == torch.float16 and both is not None and both not in FP8
-        self.q = both if unsaid and both is not None else default
+        # float16 is the default of q_data_type, and data_type takes its place.
+        self.q = named if both is None or both in FP8 or named != torch.float16 else both
         kv = kv_data_type if kv_data_type is not None else both
         self.kv = self.q if kv is None else input_dtype(where, "kv_data_type", kv)
         self.o = self.q if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
@@ -97,7 +99,9 @@ def output_dtype(where: str, name: str, value: DType) -> torch.dtype:
     return dtype
 
 
-def renamed(where: str, old_name: str, old: Any, new_name: str, new: Any, absent: Any = None) -> Any:
+def renamed(
+    where: str, old_name: str, old: T | None, new_name: str, new: T | None, absent: T | None = None
+) -> T | None:
     """The value of an argument with an old and a new name; ``absent`` is the default of the new one."""
     if old is None:
         return new
@@ -112,10 +116,12 @@ def check_fp16_reduction(where: str, allow_fp16_qk_reduction: bool | None, use_f
     renamed(where, names[0], allow_fp16_qk_reduction, names[1], use_fp16_qk_reduction, absent=False)
 
 
-def required(where: str, **arguments: Any) -> None:
+def required(where: str, **arguments: T | None) -> tuple[T, ...]:
+    """The values of arguments whose default is None, and which must be given."""
     for name, value in arguments.items():
         if value is None:
             fail(ArgumentError, where, f"{name} is missing", "a value", f"pass {name}")
+    return tuple(arguments.values())  # type: ignore[arg-type]
 
 
 def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:

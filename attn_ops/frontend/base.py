@@ -63,7 +63,7 @@ def positional_arguments(where: str, jit_args: Any) -> tuple[str, str]:
     return SCALES_BY_POSITION
 
 
-def _planned_option(name: str) -> Any:
+def _planned_option(name: str) -> property:
     """An option as planned, under the name of FlashInfer's wrappers, which engines read."""
 
     def value(self: Wrapper) -> Any:
@@ -72,10 +72,13 @@ def _planned_option(name: str) -> Any:
             raise AttributeError(f"{self._name}: there is no plan that says {name}")
         return getattr(p.options, name)
 
-    return property(value)
+    def refuse_to_set(self: Wrapper, _: Any) -> None:
+        raise AttributeError(f"{self._name}: {name} is that of the last plan, and cannot be set; give it to plan()")
+
+    return property(value, refuse_to_set)
 
 
-def buffer(key: str) -> Any:
+def buffer(key: str) -> property:
     """A buffer of CUDA-graph mode, under the name of FlashInfer's wrappers, which engines fill."""
 
     def value(self: Wrapper) -> Tensor:
@@ -83,7 +86,13 @@ def buffer(key: str) -> Any:
             raise AttributeError(f"{self._name}: there is no buffer for {key}; they are those of CUDA-graph mode")
         return self._graph.buffers[key][1]
 
-    return property(value)
+    def refuse_to_set(self: Wrapper, _: Any) -> None:
+        raise AttributeError(
+            f"{self._name}: the buffer for {key} is the constructor's, and cannot be set; make a wrapper in CUDA-graph "
+            "mode, with that buffer"
+        )
+
+    return property(value, refuse_to_set)
 
 
 _PLAN = ("_resizable", "_planned", "_repeatable", "_mask")
@@ -121,7 +130,7 @@ class Wrapper:
             torch.empty(0, device=device).device if float_workspace_buffer is None else float_workspace_buffer.device
         )
         prepare(self.device)
-        self._backend = own_backend(backend)
+        self._backend = backend
         self._by_position = positional_arguments(self._name, jit_args)
         self._graph = None if buffers is None else GraphBuffers(self._name, self.device, buffers)
         storage = None if self._graph is None else self._graph.storage
@@ -129,6 +138,9 @@ class Wrapper:
         self._planned: PlannedBatch | None = None
         self._repeatable: RepeatablePlan | None = None
         self._mask: Tensor | None = None
+        self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        """Not used, as plans own their integers. Engines share FlashInfer's between wrappers, or pass it to
+        :meth:`reset_workspace_buffer`."""
 
     def __copy__(self) -> Wrapper:
         """A wrapper of the caller's workspace with a plan of its own."""
@@ -164,6 +176,38 @@ class Wrapper:
     def _plan_info(self) -> list[Tensor] | None:
         """The tensors of the plan, None before the first; an attribute of FlashInfer's wrappers."""
         return None if self._planned is None else list(self._planned.plan)
+
+    @property
+    def _custom_mask_buf(self) -> Tensor | None:
+        """The packed mask of the last plan and memory behind it, or None; in CUDA-graph mode the caller's buffer."""
+        if self._graph is not None:
+            return self._graph.buffers["mask"][1] if "mask" in self._graph.buffers else None
+        return None if self._planned is None else self._planned.options.mask
+
+    @_custom_mask_buf.setter
+    def _custom_mask_buf(self, _: Any) -> None:
+        raise AttributeError(f"{self._name}: _custom_mask_buf cannot be set; give the mask to plan()")
+
+    @property
+    def _backend(self) -> str:
+        """A backend of this library, or ``"auto"``, which is also what a backend of FlashInfer becomes."""
+        return self._own_backend
+
+    @_backend.setter
+    def _backend(self, name: str) -> None:
+        self._own_backend = own_backend(name)
+
+    @property
+    def _cached_module(self) -> Any:
+        raise AttributeError(
+            f"{self._name}: there is no compiled module behind a wrapper; call plan() in place of a planning function "
+            "that calls FlashInfer's module"
+        )
+
+    @property
+    def _float_workspace_buffer(self) -> Tensor | None:
+        """The caller's workspace; an attribute of FlashInfer's wrappers."""
+        return self._workspace
 
     @property
     def resolved_backend(self) -> str:
@@ -421,8 +465,11 @@ def measured(table: PageTable, spec: PlanSpec) -> tuple[PageTable, BatchSize]:
     return trimmed, size._replace(splits=count_splits(problem, *table.lengths(spec.page_size)))
 
 
-def graph_buffers(use_cuda_graph: bool, **buffers: tuple[str, Tensor | None]) -> Any:
-    """The buffers of a wrapper in CUDA-graph mode, without a ``mask`` that is None; otherwise None."""
+def graph_buffers(use_cuda_graph: bool, **buffers: tuple[str, Any]) -> dict[str, tuple[str, Any]] | None:
+    """The buffers of a wrapper in CUDA-graph mode, without a ``mask`` that is None; otherwise None.
+
+    :class:`GraphBuffers` refuses other buffers that are None.
+    """
     if not use_cuda_graph:
         return None
     return {key: named for key, named in buffers.items() if key != "mask" or named[1] is not None}

@@ -128,9 +128,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             if scale is not None:
                 reason = "scales are per tensor or head; pass scale_q, scale_k and scale_v to run()"
                 unsupported(where, f"{name} is given", reason)
-        required(where, indptr=indptr, indices=indices)
-        assert indptr is not None
-        assert indices is not None
+        indptr, indices = required(where, indptr=indptr, indices=indices)
         positive(where, M=M, N=N, R=R, C=C)
         if N % C:
             fail(OptionError, where, f"N is {N}", f"a multiple of C, which is {C}", "pad the keys to whole blocks")

@@ -1,13 +1,13 @@
 """Block tables and lengths of calls without a prior plan(), as the caller passes them.
 
 Lengths on the host are checked against the table, and a table on the host with them against the cache. Elsewhere, where
-neither is read, a request that is longer than its row of the table has as many tokens as the row has places, and for a
+neither is read, a request that is longer than its row of the table is as long as the row has capacity for, and for a
 page number beyond the cache a page of the cache is read.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def check_block_table(
 
 
 def check_host_pages(
-    where: str, name: str, table: Tensor, seq_lens: Any, page_size: int, pages: int, window_left: int = -1
+    where: str, name: str, table: Tensor, seq_lens: Tensor | None, page_size: int, pages: int, window_left: int = -1
 ) -> None:
     """:func:`check_block_table` of a table and lengths on the host, as far as the last row of a request sees.
 
@@ -135,7 +135,13 @@ def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -
 
 
 def row_lengths(
-    where: str, names: TableNames, tables: Tensor, seq_lens: Any, page_size: int, device: torch.device, pages: str = ""
+    where: str,
+    names: TableNames,
+    tables: Tensor,
+    seq_lens: Tensor | None,
+    page_size: int,
+    device: torch.device,
+    pages: str = "",
 ) -> Tensor:
     """:func:`lengths` of the rows of ``tables``: on the host if both are, for :func:`on_device`."""
     if isinstance(seq_lens, Tensor) and seen(tables) and seen(seq_lens):

@@ -120,10 +120,10 @@ def with_rows(plan: DecodePlan, spec: PlanSpec, batch: int, rows: int) -> Prefil
     if problem.split:
         splits = max_splits_for(problem, batch, batch * rows, pages * spec.page_size)
     table = plan.kv_indptr[: batch + 1], plan.kv_indices, _last_page_len(plan)[:batch]
-    return _prefill(problem, qo_indptr, table, (max(1, batch), batch * rows, pages), 0 if spec.unsplit else splits)
+    return _prefill_plan(problem, qo_indptr, table, (max(1, batch), batch * rows, pages), 0 if spec.unsplit else splits)
 
 
-def _prefill(
+def _prefill_plan(
     problem: PlanProblem,
     qo_indptr: Tensor,
     table: tuple[Tensor, Tensor, Tensor],
@@ -179,7 +179,7 @@ class BlockTables(NamedTuple):
             call_op("plan_decode", *table, decode, **options)
             return decode
         splits = splits_per_head(device, problem, most_tiles(problem, batch, self.rows))
-        return _prefill(problem, self.qo_indptr, table, (batch, self.rows, batch * width), splits, **options)
+        return _prefill_plan(problem, self.qo_indptr, table, (batch, self.rows, batch * width), splits, **options)
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
         plan = self.plan()
@@ -217,7 +217,7 @@ class RaggedLengths(NamedTuple):
         spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, None))
         problem = problem_of(spec, device, longest, -(-self.rows // batch))
         table = self.kv_indptr, self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
-        return _prefill(problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(device, problem))
+        return _prefill_plan(problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(device, problem))
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
         return with_workspace(self.plan()), options

@@ -60,7 +60,7 @@ class GraphBuffers:
         fields = PLAN_FIELDS_BY_LENGTH if "kv_len" in self.buffers else PLAN_FIELDS
         self.storage = {key: self.buffers[key][1] for key in fields if key in self.buffers}
 
-    def _check(self, name: str, buffer: Tensor, dtype: torch.dtype) -> None:
+    def _check(self, name: str, buffer: Tensor | None, dtype: torch.dtype) -> None:
         if buffer is None:
             fail(ArgumentError, self.where, f"{name} is missing", "a buffer, in CUDA-graph mode", f"pass {name}")
         if buffer.dtype != dtype:

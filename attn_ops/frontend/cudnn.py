@@ -109,19 +109,19 @@ def cudnn_batch_decode_with_kv_cache(
     """
     where = "cudnn_batch_decode_with_kv_cache"
     ranked(where, "q", q, RAGGED_DIMS)
-    required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
-    assert actual_seq_lens_kv is not None
-    assert block_tables is not None
+    actual_seq_lens_kv, block_tables = required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
     positive(where, q_len_per_req=q_len_per_req)
     tables = block_table(where, "block_tables", block_tables, q.device)
     rows = query_row_offsets(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
-    even = torch.arange(tables.shape[0] + 1, device="cpu") * q_len_per_req
-    per_row = (q.shape[1] * q.shape[2], q.stride(0)), (q.shape[1] * v_cache.shape[-1],)
+    heads = q.shape[1]
     _check_offsets(
         where,
         "elements",
-        even,
-        {"batch_offsets_q": (batch_offsets_q, per_row[0]), "batch_offsets_o": (batch_offsets_o, per_row[1])},
+        torch.arange(tables.shape[0] + 1, device="cpu") * q_len_per_req,
+        {
+            "batch_offsets_q": (batch_offsets_q, (heads * q.shape[2], q.stride(0))),
+            "batch_offsets_o": (batch_offsets_o, (heads * v_cache.shape[-1],)),
+        },
     )
     sinks = as_sinks(where, sinks, q.device)
     options = AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True)
@@ -219,17 +219,18 @@ def cudnn_batch_prefill_with_kv_cache(
     """
     where = "cudnn_batch_prefill_with_kv_cache"
     ranked(where, "q", q, RAGGED_DIMS)
-    by_offsets = batch_offsets_units, "q", q
+    units = batch_offsets_units
     if actual_seq_lens_q is None:
-        actual_seq_lens_q = _lengths(where, "actual_seq_lens_q", "batch_offsets_q", batch_offsets_q, *by_offsets)
+        names = "actual_seq_lens_q", "batch_offsets_q"
+        actual_seq_lens_q = _lengths(where, *names, batch_offsets_q, units, "q", q)
     if actual_seq_lens_kv is None:
-        by_offsets = batch_offsets_units, "k_cache", k_cache
-        actual_seq_lens_kv = _lengths(where, "actual_seq_lens_kv", "batch_offsets_k", batch_offsets_k, *by_offsets)
+        names = "actual_seq_lens_kv", "batch_offsets_k"
+        actual_seq_lens_kv = _lengths(where, *names, batch_offsets_k, units, "k_cache", k_cache)
     qo_indptr = _indptr(where, "actual_seq_lens_q", actual_seq_lens_q, "q", q)
     heads = q.shape[1]
     _check_offsets(
         where,
-        batch_offsets_units,
+        units,
         qo_indptr,
         {
             "batch_offsets_q": (batch_offsets_q, (heads * q.shape[2], q.stride(0))),
@@ -246,9 +247,7 @@ def cudnn_batch_prefill_with_kv_cache(
     scales = ScaleFactors.of_tensors(q_scale, k_scale, v_scale)
     tensors, backend = (q, k_cache, v_cache), own_backend(backend or "auto")
     if block_tables is None:
-        kv_indptr = _ragged_indptr(
-            where, (q, k_cache, v_cache), actual_seq_lens_kv, batch_offsets_units, batch_offsets_k, batch_offsets_v
-        )
+        kv_indptr = _ragged_indptr(where, tensors, actual_seq_lens_kv, units, batch_offsets_k, batch_offsets_v)
         call = ragged_call(where, tensors, qo_indptr, kv_indptr, options, output, scales, backend=backend)
     else:
         _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)

@@ -11,12 +11,12 @@ from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ran
 from attn_ops.frontend.block_tables import block_table, query_row_offsets, rank_keys
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import table_of_latents
-from attn_ops.frontend.kv_cache import latent, pages_of_one
+from attn_ops.frontend.kv_cache import latent, pages_of_one, values_for
 from attn_ops.frontend.one_shot import RAGGED_DIMS, latent_call, ragged_call
 from attn_ops.frontend.outputs import LSE_BASE_NAMES, OutputSpec, dtype_without_scale
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.sparse_latent import SparseTokens
-from attn_ops.ops.options import FP8, AttentionOptions, bounded
+from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
 from attn_ops.typed import integers, typed
@@ -204,12 +204,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
         (kv_lora_rank, qk_rope_head_dim),
         block_tables,
         seq_lens,
-        OutputSpec(out, lse, return_lse, lse_base=lse_base),
-        ScaleFactors.of_products(bmm1_scale, bmm2_scale),
-        sinks,
-        cum_seq_lens_q,
-        (shard, causal_seqlens_kv_global),
-        sparse,
+        output=OutputSpec(out, lse, return_lse, lse_base=lse_base),
+        scales=ScaleFactors.of_products(bmm1_scale, bmm2_scale),
+        sinks=sinks,
+        cum_seq_lens_q=cum_seq_lens_q,
+        context=(shard, causal_seqlens_kv_global),
+        sparse=sparse,
     ).execute()
 
 
@@ -311,11 +311,9 @@ def trtllm_ragged_attention_deepseek(
         )
     )
     sinks = as_sinks(where, attention_sinks, query.device, "attention_sinks")
-    if value.dtype in FP8 and key.dtype not in FP8:
-        value = value.to(key.dtype)
     return ragged_call(
         where,
-        (query, key, value),
+        (query, key, values_for(key, value)),
         qo_indptr,
         kv_indptr,
         bounded(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
-from attn_ops.ops.options import LAYOUTS, PAGED_DIMS
+from attn_ops.ops.options import FP8, LAYOUTS, PAGED_DIMS
 
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 
@@ -14,7 +14,7 @@ def paged(where: str, cache: PagedCache, kv_layout: str, *, may_be_shared: bool 
     """``(keys, values)``, 4-D views in ``kv_layout``.
 
     One tensor has keys at ``[:, 0]`` and values at ``[:, 1]``; a pair, tuple or list, has one tensor each. Without a
-    dimension for the places in a page (one 4-D tensor, or a pair of 3-D ones) the page size is 1. If the cache
+    dimension for the tokens of a page (one 4-D tensor, or a pair of 3-D ones) the page size is 1. If the cache
     ``may_be_shared``, one tensor ``[pages, 1, ...]`` of 5 dimensions has keys that are the values.
     """
     if isinstance(cache, Tensor):
@@ -55,7 +55,7 @@ def paged_sizes(where: str, cache: Tensor, kv_layout: str) -> tuple[int, int]:
 def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Tensor]:
     """``(ckv, kpe)`` of an MLA cache, packed ``[pages, page_size, ckv + kpe]`` or a pair.
 
-    A packed cache may have a dimension of size 1 before or after the places in a page.
+    A packed cache may have a dimension of size 1 before or after the tokens of a page.
     """
     if not isinstance(cache, Tensor):
         if len(cache) != 2:
@@ -72,6 +72,11 @@ def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Te
             "pass such a tensor, or the pair (ckv_cache, kpe_cache)",
         )
     return cache[..., :head_dim_ckv], cache[..., head_dim_ckv:]
+
+
+def values_for(k: Tensor, v: Tensor) -> Tensor:
+    """``v``, or a copy in the dtype of ``k`` if the values alone are FP8: ops take one dtype, and this is exact."""
+    return v.to(k.dtype) if v.dtype in FP8 and k.dtype not in FP8 else v
 
 
 def has_pages_in_a_row(cache: Tensor) -> bool:

@@ -26,9 +26,6 @@ from attn_ops.gpu import is_capturing
 from attn_ops.plan.page_table import PageTable, real, seen
 from attn_ops.plan.state import PrefillPlan
 
-PACKED = (torch.uint8,), "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
-BOOLS = (torch.bool, torch.uint8), "one for every pair of query row and key"
-
 
 def packed_mask(
     where: str,
@@ -63,11 +60,11 @@ def packed_mask_by_plan(
     if real(kv_len) and not (kv_len.is_cuda and is_capturing()):
         return packed_mask(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
     if packed_custom_mask is not None:
-        _check(where, "packed_custom_mask", packed_custom_mask, PACKED)
+        _check_packed(where, packed_custom_mask)
         return packed_custom_mask.to(device).contiguous()
     if custom_mask is None:
         return None
-    _check(where, "custom_mask", custom_mask, BOOLS)
+    _check_bools(where, custom_mask)
     most = (custom_mask.shape[0] + 7) // 8 + kv_len.shape[0]
     return pack(where, custom_mask.to(device), qo_len.long() * kv_len, most)
 
@@ -107,19 +104,19 @@ def pack(where: str, mask: Tensor, bits: Tensor, size: int | None = None) -> Ten
     return torch.ops.attn.segment_packbits(bools, indptr.to(mask.device, torch.int32), size, bitorder="little")[0]
 
 
-def _check_packed(where: str, mask: Tensor, length: int) -> None:
-    _check(where, "packed_custom_mask", mask, PACKED, length)
+def _check_packed(where: str, mask: Tensor, length: int | None = None) -> None:
+    meaning = "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
+    _check(where, "packed_custom_mask", mask, (torch.uint8,), meaning, length)
 
 
-def _check_bools(where: str, mask: Tensor, length: int) -> None:
-    _check(where, "custom_mask", mask, BOOLS, length)
+def _check_bools(where: str, mask: Tensor, length: int | None = None) -> None:
+    _check(where, "custom_mask", mask, (torch.bool, torch.uint8), "one for every pair of query row and key", length)
 
 
 def _check(
-    where: str, name: str, mask: Tensor, form: tuple[tuple[torch.dtype, ...], str], length: int | None = None
+    where: str, name: str, mask: Tensor, dtypes: tuple[torch.dtype, ...], meaning: str, length: int | None
 ) -> None:
-    """``length`` None: not known yet."""
-    dtypes, meaning = form
+    """A mask is a vector of one of ``dtypes``, with ``length`` elements of this ``meaning``; None: not known yet."""
     if mask.dtype not in dtypes:
         fail(DTypeError, where, f"{name} is {dtype_name(mask.dtype)}", dtype_name(dtypes[0]), "convert it")
     if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
@@ -209,9 +206,9 @@ def multi_item_mask(
     """
     if prefix_len is None and token_pos_in_items is None:
         return masks[0]
-    required(where, prefix_len_ptr=prefix_len, token_pos_in_items_ptr=token_pos_in_items)
-    assert prefix_len is not None
-    assert token_pos_in_items is not None
+    prefix_len, token_pos_in_items = required(
+        where, prefix_len_ptr=prefix_len, token_pos_in_items_ptr=token_pos_in_items
+    )
     if any(mask is not None for mask in masks):
         fail(ArgumentError, where, "items and a mask are both given", "one of them", "drop one")
     qo_lens, kv_lens = table.lengths(page_size)

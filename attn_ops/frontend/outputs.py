@@ -43,12 +43,13 @@ class OutputSpec(NamedTuple):
     """The form of a call's result.
 
     out, lse    buffers of the caller, filled and returned
-    out_name    the caller's name of ``out``
+    return_lse  the result is ``(out, lse)``
     dtype       of the output; None for that of ``out``, or the query's. FP8 outputs are saturated
     lse_base    ``"log2"`` or ``"ln"``
     lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``
     padded      the padding of an ``lse`` buffer of three dimensions
     rows_shape  dimensions of the output in the place of ``rows``, for a query of more than three dimensions
+    out_name    the caller's name of ``out``
     """
 
     out: Tensor | None = None

@@ -47,7 +47,7 @@ class PagedWrapper(Wrapper):
             **changes,
         )
 
-    def _sizes(self, where: str, batch: Batch) -> tuple[int, int]:
+    def _workspace_size(self, where: str, batch: Batch) -> tuple[int, int]:
         """Bytes of float workspace that plan() of this batch needs, and bytes of integers that its plan holds."""
         batch.check(where)
         batch, size, fixed = self._size(batch)

@@ -28,10 +28,9 @@ def prefill_spec(
     ``before_mask``: the argument that the mask followed in earlier releases.
     """
     dim = renamed(where, "head_dim", head_dim, "head_dim_qk", head_dim_qk)
-    required(where, head_dim_qk=dim, page_size=page_size)
+    dim, page_size = required(where, head_dim_qk=dim, page_size=page_size)
     if isinstance(head_dim_vo, Tensor):
         fail(ArgumentError, where, "head_dim_vo is a tensor", "an integer", f"pass what follows {before_mask} by name")
-    assert page_size is not None
     positive(where, page_size=page_size)
     return PlanSpec(
         decode=False,

@@ -31,7 +31,7 @@ TENSOR_NAMES = {
 """Arguments of ``run()`` that are the first and the last two tensors of an op: a query, and what it attends to."""
 
 PAGED_TENSOR_NAMES = "q", "the KV cache", "the KV cache"
-"""Parameter names of the other ops."""
+"""The same of the other ops, as messages name them."""
 
 
 class Batch(NamedTuple):

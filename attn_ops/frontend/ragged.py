@@ -11,6 +11,7 @@ from attn_ops.eager.prepared_call import prepared
 from attn_ops.frontend.arguments import DType, DTypes, check_fp16_reduction, refuse, renamed, required
 from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
 from attn_ops.frontend.element_offsets import check_repeated, token_offsets
+from attn_ops.frontend.kv_cache import values_for
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec, splitting
@@ -18,7 +19,6 @@ from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import ForwardWithLse
-from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import PageTable
 from attn_ops.typed import typed
 
@@ -167,9 +167,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         per_output = {"v_scale": v_scale, "o_scale": reciprocal(where, "o_scale", o_scale)}
         scales = ScaleFactors({"q_scale": q_scale, "k_scale": k_scale}, per_output)
         q, k, v = tensors
-        if v.dtype in FP8 and k.dtype not in FP8:
-            v = v.to(k.dtype)
-        return self._call(where, (q, k, v), output, scales, **changes)
+        return self._call(where, (q, k, values_for(k, v)), output, scales, **changes)
 
     @typed
     @prepared
@@ -211,7 +209,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
         if args:
             given = self._run_positional(where, args, q, **given)
-        output = OutputSpec(out, lse, return_lse, None, lse_base, lse_layout)
+        output = OutputSpec(out, lse, return_lse, lse_base=lse_base, lse_layout=lse_layout)
         return self._ragged_call(where, (q, k, v), output, o_scale=o_scale, window_left=window_left, **given)
 
     @typed

@@ -111,12 +111,12 @@ MAX_HOST_PLANS = 32
 class _HostEntry(NamedTuple):
     """What was made from tensors of these contents.
 
-    ``places``: the fewest places of a cache for which tables of these contents have passed their checks.
+    ``cache_pages``: the fewest pages of a cache for which tables of these contents have passed their checks.
     """
 
     contents: Hashable
     value: Shared
-    places: int
+    cache_pages: int
 
 
 class HostPlans:
@@ -125,22 +125,22 @@ class HostPlans:
     def __init__(self) -> None:
         self.entries: OrderedDict[Hashable, _HostEntry] = OrderedDict()
 
-    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None, places: int) -> Shared | None:
+    def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None, cache_pages: int) -> Shared | None:
         """What was made from ``tensors``, whose sizes are in the ``key``, or what ``make`` returns.
 
-        Without ``make`` only that of a call whose tables would pass the checks for as few ``places``.
+        Without ``make`` only that of a call whose tables would pass the checks for as few ``cache_pages``.
         """
         entry, now = self.entries.get(key), contents(tensors)
         if entry is None or entry.contents != now:
             if make is None:
                 return None
             with torch.inference_mode(False):  # the plan is also used outside of inference mode
-                entry = _HostEntry(now, make(), places)
+                entry = _HostEntry(now, make(), cache_pages)
             self.entries[key] = entry
-        elif places < entry.places:
+        elif cache_pages < entry.cache_pages:
             if make is None:
                 return None
-            entry = self.entries[key] = entry._replace(places=places)
+            entry = self.entries[key] = entry._replace(cache_pages=cache_pages)
         self.entries.move_to_end(key)
         if len(self.entries) > MAX_HOST_PLANS:
             self.entries.popitem(last=False)
@@ -159,18 +159,18 @@ def host_plans() -> HostPlans:
 class SharedKey(NamedTuple):
     """What a shared plan depends on.
 
-    key      all but the contents of the tensors, and the stream
-    tensors  lengths and page tables as the caller passed them
-    device   of the plan
-    on_host  the contents of the tensors are compared
-    places   that the tables among them may name; no part of what the plan depends on
+    key          all but the contents of the tensors, and the stream
+    tensors      lengths and page tables as the caller passed them
+    device       of the plan
+    on_host      the contents of the tensors are compared
+    cache_pages  of the cache, for which the tables among them are checked; no part of what the plan depends on
     """
 
     key: Hashable
     tensors: tuple[Tensor, ...]
     device: torch.device
     on_host: bool
-    places: int = 0
+    cache_pages: int = 0
 
     def find(self, make: Make | None = None) -> Shared | None:
         """What was made in an earlier call of the same batch, if that is certain; else what ``make`` returns."""
@@ -179,17 +179,17 @@ class SharedKey(NamedTuple):
             if is_capturing():
                 return make and make()
             key = (self.key, stream, *[(t.shape, t.dtype) for t in self.tensors])
-            return host_plans().find(key, self.tensors, make, self.places)
+            return host_plans().find(key, self.tensors, make, self.cache_pages)
         active = active_blocks()
         return active[-1].find((self.key, stream), self.tensors, make) if active else make and make()
 
     def finder(self) -> Callable[[tuple[Tensor, ...]], Shared | None]:
         """:meth:`find` for other tensors of the same sizes and dtypes. It keeps no tensor."""
         if self.on_host and self.device.type == "cpu":
-            key, places = (self.key, None, *[(t.shape, t.dtype) for t in self.tensors]), self.places
+            key, cache_pages = (self.key, None, *[(t.shape, t.dtype) for t in self.tensors]), self.cache_pages
 
             def find(tensors: tuple[Tensor, ...]) -> Shared | None:
-                return None if is_capturing() else host_plans().find(key, tensors, None, places)
+                return None if is_capturing() else host_plans().find(key, tensors, None, cache_pages)
 
             return find
         without = self._replace(tensors=())
@@ -261,7 +261,9 @@ class FoundCall(NamedTuple):
         return op_call._replace(scratch=op_call.args[-1:], views=self.views, lookup=self.found.lookup(on_cpu))
 
 
-def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, places: int = 0) -> Found:
+def shared(
+    key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, cache_pages: int = 0
+) -> Found:
     """What ``make`` returns, or returned for the same batch if that is certain.
 
     Args:
@@ -269,13 +271,13 @@ def shared(key: Hashable, tensors: Sequence[Tensor | None], device: torch.device
         tensors: lengths and page tables as the caller passed them; None has no contents.
         device: of the plan.
         make: reads ``tensors`` alone.
-        places: of the cache, for which the caller has checked the tables.
+        cache_pages: of the cache, for which the caller has checked the tables.
     """
     if is_traced():
         return Found(make())
     given = tuple(t for t in tensors if t is not None)
     on_host = all(map(seen, given)) and device.type != "meta"
-    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host, places)
+    by = SharedKey((key, device, *(t is None for t in tensors)), given, device, on_host, cache_pages)
     value = by.find(make)
     assert value is not None
     return Found(value, by)

@@ -42,7 +42,7 @@ from attn_ops.plan.page_table import cumulative, seen
 from attn_ops.typed import check_real, integers, typed
 
 
-def _output(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
+def _output_dtype(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:
     if out_dtype is not None:
         return output_dtype(where, "out_dtype", out_dtype)
     return None if out is None else output_dtype(where, "out", out.dtype)
@@ -54,7 +54,7 @@ def _options(where: str, query: Tensor, window_left: int, sinks: Any, causal: bo
     return bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal))
 
 
-def _pages(
+def _caches_and_table(
     where: str,
     kv_cache: PagedCache,
     block_tables: Tensor,
@@ -109,7 +109,7 @@ class _Decode(NamedTuple):
         shard, _ = self.context
         given = self.kv_cache, self.block_tables, device, self.kv_layout, self.shared_pages
         lens = self.seq_lens if shard is None else None
-        caches, table = _pages(where, *given, lens, self.options.window_left)
+        caches, table = _caches_and_table(where, *given, lens, self.options.window_left)
         check_dtypes(where, query, *caches)
         name, indptr = self.cu_rows
         if indptr is None:
@@ -214,7 +214,7 @@ def trtllm_batch_decode_with_kv_cache(
     Args:
         query: ``[batch * q_len_per_req, num_qo_heads, head_dim]``, or by ``cum_seq_lens_q [batch + 1]``. Several rows
             of a request are its last tokens, causal among themselves unless there is a ``mask``.
-        kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: places before heads), or a pair; ``[pages, 1,
+        kv_cache: ``[pages, 2, num_kv_heads, page_size, head_dim]`` (NHD: tokens before heads), or a pair; ``[pages, 1,
             ...]`` if the keys are the values.
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
         uses_shared_paged_kv_idx: if False, ``block_tables`` is ``[batch, 2, max_pages_per_request]``: pages of keys and
@@ -274,16 +274,16 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache,
         block_tables,
         seq_lens,
-        _options(where, query, window_left, sinks),
-        OutputSpec(out, lse, return_lse, _output(where, out, out_dtype)),
-        ScaleFactors.of_products(bmm1_scale, bmm2_scale),
-        kv_layout,
-        q_len_per_req,
-        ("cum_seq_lens_q", cum_seq_lens_q),
-        mask,
-        backend,
-        uses_shared_paged_kv_idx,
-        (shard, causal_seqlens_kv_global),
+        options=_options(where, query, window_left, sinks),
+        output=OutputSpec(out, lse, return_lse, _output_dtype(where, out, out_dtype)),
+        scales=ScaleFactors.of_products(bmm1_scale, bmm2_scale),
+        kv_layout=kv_layout,
+        q_len_per_req=q_len_per_req,
+        cu_rows=("cum_seq_lens_q", cum_seq_lens_q),
+        mask=mask,
+        backend=backend,
+        shared_pages=uses_shared_paged_kv_idx,
+        context=(shard, causal_seqlens_kv_global),
     )
     return call.execute_by_head() if enable_block_sparse_attention else call.execute()
 
@@ -318,13 +318,13 @@ def xqa_batch_decode_with_kv_cache(
         kv_cache,
         block_tables,
         seq_lens,
-        _options(where, query, window_left, sinks),
-        OutputSpec(out, dtype=_output(where, out, None)),
-        ScaleFactors.of_products(bmm1_scale, bmm2_scale),
-        kv_layout,
-        q_len_per_req,
-        ("q_cu_seq_lens", q_cu_seq_lens),
-        mask,
+        options=_options(where, query, window_left, sinks),
+        output=OutputSpec(out, dtype=_output_dtype(where, out, None)),
+        scales=ScaleFactors.of_products(bmm1_scale, bmm2_scale),
+        kv_layout=kv_layout,
+        q_len_per_req=q_len_per_req,
+        cu_rows=("q_cu_seq_lens", q_cu_seq_lens),
+        mask=mask,
     )
     return call.execute()
 
@@ -385,7 +385,7 @@ def trtllm_batch_context_with_kv_cache(
     required(where, cum_seq_lens_q=cum_seq_lens_q)
     ranked(where, "query", query, QUERY_DIMS)
     given = kv_cache, block_tables, query.device, kv_layout, uses_shared_paged_kv_idx
-    caches, tables = _pages(where, *given, seq_lens, window_left)
+    caches, tables = _caches_and_table(where, *given, seq_lens, window_left)
     check_dtypes(where, query, *caches)
     integers(where, batch_size=batch_size)
     if tables.shape[0] != batch_size:
@@ -403,7 +403,7 @@ def trtllm_batch_context_with_kv_cache(
         seq_lens,
         cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch_size, "the query", query),
         _options(where, query, window_left, sinks, causal),
-        OutputSpec(out, lse, return_lse, _output(where, out, out_dtype)),
+        OutputSpec(out, lse, return_lse, _output_dtype(where, out, out_dtype)),
         ScaleFactors.of_products(bmm1_scale, bmm2_scale),
         kv_layout=kv_layout,
         backend=own_backend(backend),

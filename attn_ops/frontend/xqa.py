@@ -85,7 +85,7 @@ def xqa(
             ``mask``. With ``q_cu_seq_lens [batch + 1]``: ``[rows, num_qo_heads, head_dim]``.
         mask: uint16 or uint32 ``[batch, q_seq_len, words]``, or ``[rows, words]``: bit j of a row's words, the lowest
             first, says whether it sees row j's token. All tokens before those of the rows it sees.
-        k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before places). Of a 5-D tensor
+        k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before tokens). Of a 5-D tensor
             ``[pages, 2, ...]`` the keys, or the values.
         page_table: int ``[batch, max_pages_per_request]``. ``seq_lens``: int or uint32 ``[batch]`` or ``[batch, 1]``.
         output: filled, and None returned; without it the output is returned. FP8 is saturated.
@@ -100,8 +100,8 @@ def xqa(
     kv_layout = layout(where, kv_layout)
     k = paged(where, k_cache, kv_layout)[0] if k_cache.dim() == 5 else k_cache
     v = paged(where, v_cache, kv_layout)[1] if v_cache.dim() == 5 else v_cache
-    places, heads = paged_sizes(where, k, kv_layout)
-    _agree(where, num_kv_heads=(num_kv_heads, heads), page_size=(page_size, places), head_dim=(head_dim, q.shape[-1]))
+    tokens, heads = paged_sizes(where, k, kv_layout)
+    _agree(where, num_kv_heads=(num_kv_heads, heads), page_size=(page_size, tokens), head_dim=(head_dim, q.shape[-1]))
     tables = block_table(where, "page_table", page_table, q.device)
     if q_cu_seq_lens is None:
         flat, q_len = _rows(where, q, q_seq_len)

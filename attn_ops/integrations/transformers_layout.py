@@ -18,7 +18,7 @@ View = Callable[[Tensor, Tensor], Caches]
 class Layout(NamedTuple):
     """What layers with caches of equal sizes and strides share in a step.
 
-    caches    the caches as ``flash_attn_with_kvcache`` takes them
+    caches    makes of keys and values the caches that ``flash_attn_with_kvcache`` takes
     keywords  its arguments that say which keys are visible: lengths, block table, mask and plan
     by_head   each KV head of a request is a request of its own, with its query heads
     lease     of the plan

@@ -90,26 +90,10 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
     num_returns = len(op._schema.returns)
     names = [argument.name for argument in op._schema.arguments]
 
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        node = V.graph.current_node
-        call = (tuple(node.args), dict(node.kwargs))
-        # Inductor may have normalized the arguments to the schema's form and order: take them as the node has them.
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        repeated = _repeated_plans(V.graph, node) if op._opname in SHARED_OPS else None
-        made = None if repeated is None else repeated.find(node)
-        if made is not None:
-            V.graph.env.update(zip(_fields(call, names), made.fields, strict=True))
-            return made.result
-        if op._opname.startswith("plan_"):
-            counters["attn_ops"]["plans"] += 1  # as Inductor counts what it does
-        fields = named.get("plan", ())
-        args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
-        fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)
-        calls_python = not V.graph.aot_mode and not V.graph.cpp_wrapper
-        if calls_python and not is_lowerable(*fake_call[0], **fake_call[1]):
-            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+    def inline(call: tuple[Any, Any], fake_call: tuple[Any, Any]) -> Any:
+        """Trace ``body`` on the fake tensors of a call, and lower the graph on its values."""
         leaves, spec = pytree.tree_flatten(fake_call)
-        values = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: not isinstance(x, (list, tuple, dict)))
+        values = pytree.tree_leaves(call, is_leaf=lambda x: not isinstance(x, (list, tuple, dict)))
         inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _TRACED)]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
 
@@ -132,7 +116,27 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
         with V.fake_mode, size_guards.guards_of(V.graph):
             graph = package.traced(V.graph, device, trace)
         out = process_subgraph_nodes(graph, [values[i] for i in inputs])
-        result = None if num_returns == 0 else out[0] if num_returns == 1 else tuple(out)
+        return None if num_returns == 0 else out[0] if num_returns == 1 else tuple(out)
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        node = V.graph.current_node
+        call = (tuple(node.args), dict(node.kwargs))
+        # Inductor may have normalized the arguments to the schema's form and order: take them as the node has them.
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        repeated = _repeated_plans(V.graph, node) if op._opname in SHARED_OPS else None
+        made = None if repeated is None else repeated.find(node)
+        if made is not None:
+            V.graph.env.update(zip(_fields(call, names), made.fields, strict=True))
+            return made.result
+        if op._opname.startswith("plan_"):
+            counters["attn_ops"]["plans"] += 1  # as Inductor counts what it does
+        fields = named.get("plan", ())
+        args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
+        fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)
+        calls_python = not V.graph.aot_mode and not V.graph.cpp_wrapper
+        if calls_python and not is_lowerable(*fake_call[0], **fake_call[1]):
+            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+        result = inline((args, kwargs), fake_call)
         if repeated is not None:
             repeated.keep(node, Made(fields, result))
         return result

@@ -19,7 +19,7 @@ from attn_ops.plan.context import ContextShard, context_group
 from attn_ops.plan.rank_answers import RankAnswers, fingerprint
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
-BOTH = "pass the same page table to the planners of all ranks"
+SAME_PAGE_TABLE = "pass the same page table to the planners of all ranks"
 
 OF_A_RANK = ("rank", "world", "interleave", "tile_rows")
 """Fields of a problem that are compared by themselves, or may differ between ranks."""
@@ -93,6 +93,6 @@ def _compare(answers: Sequence[dict[str, Any]]) -> None:
                 fail(RankError, "plan", what, "planners of the same sizes", "make them with the same sizes")
         if other["batch"] != first["batch"]:
             what = f"rank {process} plans {other['batch']} requests and rank 0 plans {first['batch']}"
-            fail(RankError, "plan", what, "one batch", BOTH)
+            fail(RankError, "plan", what, "one batch", SAME_PAGE_TABLE)
         if other["lengths"] != first["lengths"]:
-            fail(RankError, "plan", f"rank {process} has other lengths than rank 0", "one batch", BOTH)
+            fail(RankError, "plan", f"rank {process} has other lengths than rank 0", "one batch", SAME_PAGE_TABLE)

@@ -38,6 +38,9 @@ MAX_CTAS_PER_HEAD = (1 << 16) - 1
 
 MAX_WORK_ITEMS = INT32_MAX // len(WORK_FIELDS)
 
+NUM_SIZES = PlanProblem._fields.index("tile_rows") + 1
+"""Fields of a problem, its first ones, that are at least 1 in every plan."""
+
 AS_MADE = "pass the plan as the planner made it"
 
 
@@ -52,7 +55,7 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
         CapacityError: the pages have more tokens than kernels count.
     """
     problem = PlanProblem.of(plan.problem)
-    if not all(guard_or_true(size >= 1) for size in problem[:7]) or problem.split % KV_BLOCK:
+    if not all(guard_or_true(size >= 1) for size in problem[:NUM_SIZES]) or problem.split % KV_BLOCK:
         expected = f"sizes of at least 1 and a split that is a multiple of {KV_BLOCK}"
         fail(PlanError, where, f"plan.problem is {problem}", expected, AS_MADE)
     if problem.world != 1 and not (problem.rank < problem.world and 0 < problem.interleave * problem.world <= MAX_SIZE):
@@ -134,11 +137,11 @@ def check_products(where: str, problem: PlanProblem, max_pages: int, shapes: dic
 class _Capacities(NamedTuple):
     """The capacities of a plan that its problem does not hold, each read from the size of one field.
 
-    max_batch   from ``kv_len``
-    max_pages   from ``kv_indices``
-    num_ctas    from ``cta_indptr``; None for prefill
+    max_batch       from ``kv_len``
+    max_pages       from ``kv_indices``
+    num_ctas        from ``cta_indptr``; None for prefill
     num_full_tiles  from ``work``; None for decode
-    max_splits  from ``split_tiles``; None for decode
+    max_splits      from ``split_tiles``; None for decode
     """
 
     max_batch: int

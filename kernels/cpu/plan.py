@@ -53,11 +53,14 @@ def _copy_page_table(
     return starts, lengths
 
 
-def _has_no_splits(plan: DecodePlan | PrefillPlan, problem: PlanProblem, seq_lens: Tensor | None) -> bool:
-    """Whether a plan is of the usual kind, and small."""
-    single = plan.cta_indptr.shape[0] == 2 if isinstance(plan, DecodePlan) else plan.split_tiles.shape[0] == 0
-    small = plan.work.shape[0] <= MAX_NUMBERS
-    return single and small and seq_lens is None and not problem.split and ContextShard.of_problem(problem) is None
+def _is_for_the_reference(plan: DecodePlan | PrefillPlan, problem: PlanProblem, seq_lens: Tensor | None) -> bool:
+    """Whether the plan is large, may have splits, or is for the keys of one rank."""
+    if isinstance(plan, DecodePlan):
+        may_split = plan.cta_indptr.shape[0] != 2 or problem.split > 0
+    else:
+        may_split = plan.split_tiles.shape[0] > 0 or problem.split > 0
+    of_rank = seq_lens is not None or ContextShard.of_problem(problem) is not None
+    return plan.work.shape[0] > MAX_NUMBERS or may_split or of_rank
 
 
 def plan_decode(
@@ -70,7 +73,7 @@ def plan_decode(
 ) -> None:
     p = DecodePlan(*plan)
     problem = PlanProblem.of(p.problem)
-    if not _has_no_splits(p, problem, seq_lens):
+    if _is_for_the_reference(p, problem, seq_lens):
         reference.plan_decode(kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     pages = p.kv_indices.shape[0]
@@ -97,7 +100,7 @@ def plan_prefill(
 ) -> None:
     p = PrefillPlan(*plan)
     problem = PlanProblem.of(p.problem)
-    if not _has_no_splits(p, problem, seq_lens):
+    if _is_for_the_reference(p, problem, seq_lens):
         reference.plan_prefill(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     pages = p.kv_indices.shape[0] or INT32_MAX

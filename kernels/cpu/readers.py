@@ -6,37 +6,18 @@ import functools
 import math
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from attn_ops.kernels.cpu.schedule import KernelCall, Pages
 from attn_ops.kernels.reference.append import bits
 from torch import Tensor
 
-from attn_ops.eager.captured_call import reinterpret
+from attn_ops.eager.captured_call import View
 
 MIN_KEPT_BYTES, MAX_KEPT_BYTES = 1 << 17, 1 << 24
 """Bounds on the memory that a thread keeps for keys, or for values, that are not in a row."""
 
 Take = Callable[[Tensor], Tensor]
-
-
-class View(NamedTuple):
-    """A view of the memory of another tensor: sizes, strides, and how far ahead of it it begins."""
-
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    ahead: int
-
-    @classmethod
-    def of(cls, t: Tensor, base: Tensor) -> View:
-        """``t`` as a view of ``base``, which is in the same memory."""
-        return cls(tuple(t.shape), t.stride(), int(t.storage_offset() - base.storage_offset()))
-
-    def taker(self) -> Take:
-        """A function that takes the view of another base."""
-        size, strides, ahead = self
-        return lambda base: reinterpret(base, size, strides, ahead)
 
 
 class Gathered(threading.local):

@@ -219,11 +219,21 @@ class BatchSizes(NamedTuple):
 
 def of_plan(plan: DecodePlan | PrefillPlan, batch: BatchSizes) -> Iterator[KernelCall]:
     """The kernel calls of a plan. Rows that see no key are in none."""
-    starts, kv_len, numbers = plan.kv_indptr.tolist(), plan.kv_len.tolist(), plan.kv_indices
+    starts, numbers = plan.kv_indptr.tolist(), plan.kv_indices
     rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(batch.num_rows + 1)
     if 0 < starts[-1] < numbers.shape[0]:  # the others are unused
         numbers = numbers[: starts[-1]]
-    return _kernel_calls(rows, starts, kv_len, numbers, batch)
+    table = Table(starts, numbers, batch.page_size, batch.num_pages)
+    most = min(batch.max_kv_len, numbers.shape[0] * batch.page_size or batch.max_kv_len)
+    lengths = [min(length, most) for length in plan.kv_len.tolist()[: len(rows) - 1]]
+    for group in _groups(rows, lengths, batch.num_rows, batch.most_tokens, batch.bounds):
+        first, count, length = rows[group.start], rows[group.start + 1] - rows[group.start], lengths[group.start]
+        position = length - count
+        if len(group) == 1:
+            count = min(count, batch.num_rows - first)
+        call = _kernel_call(first, count, len(group), position, length, batch.bounds) if count > 0 else None
+        if call is not None:
+            yield call._replace(pages=table.pages(group, call.begin, call.end))
 
 
 T = TypeVar("T")
@@ -253,19 +263,3 @@ class Steps(Generic[T]):
 
     def _make(self, plan: Sequence[Tensor]) -> tuple[T, ...]:
         return tuple(map(self.make, of_plan(self.kind(*plan), self.batch)))
-
-
-def _kernel_calls(
-    rows: Sequence[int], starts: Sequence[int], kv_len: Sequence[int], numbers: Tensor, batch: BatchSizes
-) -> Iterator[KernelCall]:
-    table = Table(starts, numbers, batch.page_size, batch.num_pages)
-    most = min(batch.max_kv_len, numbers.shape[0] * batch.page_size or batch.max_kv_len)
-    lengths = [min(length, most) for length in kv_len[: len(rows) - 1]]
-    for group in _groups(rows, lengths, batch.num_rows, batch.most_tokens, batch.bounds):
-        first, count, length = rows[group.start], rows[group.start + 1] - rows[group.start], lengths[group.start]
-        position = length - count
-        if len(group) == 1:
-            count = min(count, batch.num_rows - first)
-        call = _kernel_call(first, count, len(group), position, length, batch.bounds) if count > 0 else None
-        if call is not None:
-            yield call._replace(pages=table.pages(group, call.begin, call.end))

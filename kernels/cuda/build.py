@@ -7,12 +7,15 @@ The cubins go into ``prebuilt/`` beside the sources, where a wheel that is built
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attn_ops.kernels.cuda import nvrtc, prebuilt
-from attn_ops.kernels.cuda.compile import key_of, options, sources
+from attn_ops.kernels.cuda.compile import by_nvrtc, key_of, options
 from attn_ops.kernels.cuda.kernel import Specialization
 
 MODULES = ("decode", "merge_states", "mla", "prefill")
@@ -26,7 +29,7 @@ def specializations() -> list[Specialization]:
 
 
 def build(folder: Path, chosen: Iterable[Specialization] | None = None) -> int:
-    """Compile into ``folder``; the number of cubins. Kernels of one file and the same macros share one.
+    """Compile into ``folder``, several at a time; the number of cubins. Kernels of one file and macros share one.
 
     Raises:
         CompilerError: there is no nvrtc, or a kernel does not compile.
@@ -34,13 +37,13 @@ def build(folder: Path, chosen: Iterable[Specialization] | None = None) -> int:
     compiler, reason = nvrtc.find()
     if compiler is None:
         raise nvrtc.CompilerError(f"there is no nvrtc: {reason}; install nvidia-cuda-nvrtc")
-    images: dict[str, tuple[str, bytes]] = {}
-    for one in specializations() if chosen is None else chosen:
-        key = key_of(one)
-        if key not in images:
-            source, headers = sources(one)
-            cubin = compiler.compile(one.kernel.source, source, headers, options(one))
-            images[key] = " ".join([one.kernel.source, *options(one)]), cubin
+    of_key = {key_of(one): one for one in (specializations() if chosen is None else chosen)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cubins = pool.map(functools.partial(by_nvrtc, compiler), of_key.values())
+        images = {
+            key: (" ".join([one.kernel.source, *options(one)]), cubin)
+            for (key, one), cubin in zip(of_key.items(), cubins, strict=True)
+        }
     prebuilt.write(folder, compiler.version, images)
     return len(images)
 

@@ -61,7 +61,7 @@ def key_of(specialization: Specialization, compiler: str = "") -> str:
 Compile = Callable[[Specialization], bytes]
 
 
-def _by_nvrtc(compiler: nvrtc.Nvrtc, specialization: Specialization) -> bytes:
+def by_nvrtc(compiler: nvrtc.Nvrtc, specialization: Specialization) -> bytes:
     source, headers = sources(specialization)
     return compiler.compile(specialization.kernel.source, source, headers, options(specialization))
 
@@ -86,7 +86,7 @@ def compiler() -> tuple[str, Compile | None]:
     """The name and version of the compiler, and its function; or why there is none, and None."""
     found, reason = nvrtc.find()
     if found is not None:
-        return f"nvrtc {found.version[0]}.{found.version[1]}", functools.partial(_by_nvrtc, found)
+        return f"nvrtc {found.version[0]}.{found.version[1]}", functools.partial(by_nvrtc, found)
     path = shutil.which("nvcc")
     if path is None:
         return f"there is no nvrtc ({reason}) and no nvcc on the PATH", None

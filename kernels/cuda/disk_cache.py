@@ -22,8 +22,8 @@ LOG = logging.getLogger(__name__)
 VARIABLE = "ATTN_OPS_CACHE_DIR"
 """The environment variable that moves the cache."""
 
-MAX_FILES = 256
-"""A file beyond this removes those that have not been used for the longest time."""
+MAX_FILES = 512
+"""A file beyond this removes those that have not been used for the longest time. One version has some 290 kernels."""
 
 MAX_BYTES = 64 << 20
 """Larger files are none of ours."""

@@ -24,7 +24,7 @@ import triton.language as tl
 from attn_ops.kernels.triton.indexing import padded
 from attn_ops.kernels.triton.launch import DEFAULT_OPTIONS, Options, launch, supports_pdl
 from attn_ops.kernels.triton.merge_states import merge_update, store_merged
-from attn_ops.kernels.triton.softmax import LOG2E, add_sink
+from attn_ops.kernels.triton.softmax import LOG2E, add_sink, empty_state
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -174,9 +174,7 @@ def merge_context_kernel(
         row, head = packed_row // OUT_HEADS, first_head + packed_row % OUT_HEADS
         source = (row * HEADS + head).to(tl.int64)
         at, mask_2d = source[:, None] * DIM + d, mask[:, None] & (d < DIM)
-        row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
-        acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
+        row_max, row_sum, acc = empty_state(PACKED_ROWS, BLOCK_DIM)
         if SINKS:
             sink = tl.load(sinks + head, mask=mask, other=0.0) * LOG2E
             row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)

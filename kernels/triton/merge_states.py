@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from attn_ops.kernels.triton.indexing import padded
 from attn_ops.kernels.triton.launch import launch
-from attn_ops.kernels.triton.softmax import inverse, log_sum_exp, rescale_factor
+from attn_ops.kernels.triton.softmax import empty_state, inverse, log_sum_exp, rescale_factor
 from attn_ops.meta.outputs import merge_state as allocate_merge_state
 from attn_ops.meta.outputs import merge_states as allocate_merge_states
 from attn_ops.meta.outputs import merge_states_varlen as allocate_merge_states_varlen
@@ -76,9 +76,7 @@ def merge_states_kernel(
     """
     packed_row, d = tl.program_id(0) * PACKED_ROWS + tl.arange(0, PACKED_ROWS), tl.arange(0, BLOCK_DIM)
     row, head, mask = packed_row // HEADS, packed_row % HEADS, packed_row < packed_rows
-    row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
-    acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
+    row_max, row_sum, acc = empty_state(PACKED_ROWS, BLOCK_DIM)
     for _ in range(states):
         value, lse_in = load_state(v, s, row, head, mask, stride_v_row, stride_v_head, stride_s_row, d, DIM)
         row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value, lse_in)
@@ -116,9 +114,7 @@ def merge_state_kernel(
     row, head, mask = packed_row // HEADS, packed_row % HEADS, packed_row < packed_rows
     value_a, lse_a = load_state(v_a, s_a, row, head, mask, stride_va_row, stride_va_head, stride_sa_row, d, DIM)
     value_b, lse_b = load_state(v_b, s_b, row, head, mask, stride_vb_row, stride_vb_head, stride_sb_row, d, DIM)
-    row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
-    acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
+    row_max, row_sum, acc = empty_state(PACKED_ROWS, BLOCK_DIM)
     row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value_a, lse_a)
     row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value_b, lse_b)
     store_merged(out, lse, row_max, row_sum, acc, packed_row, mask, d, DIM)
@@ -158,9 +154,7 @@ def merge_state_in_place_kernel(
     other, lse_other = load_state(
         v_other, s_other, row, head, mask, stride_vo_row, stride_vo_head, stride_so_row, d, DIM
     )
-    row_max = tl.full((PACKED_ROWS,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((PACKED_ROWS,), tl.float32)
-    acc = tl.zeros((PACKED_ROWS, BLOCK_DIM), tl.float32)
+    row_max, row_sum, acc = empty_state(PACKED_ROWS, BLOCK_DIM)
     row_max, row_sum, acc = merge_update(row_max, row_sum, acc, value, lse_in)
     row_max, row_sum, acc = merge_update(row_max, row_sum, acc, other, lse_other)
     tl.debug_barrier()  # all loads of s precede its store
@@ -196,9 +190,7 @@ def merge_states_varlen_kernel(
     row, d = tl.program_id(0), tl.arange(0, BLOCK_DIM)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     mask = head < HEADS
-    row_max = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_HEADS,), tl.float32)
-    acc = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
+    row_max, row_sum, acc = empty_state(BLOCK_HEADS, BLOCK_DIM)
     begin, end = tl.maximum(tl.load(indptr + row), 0), tl.minimum(tl.load(indptr + row + 1), states)
     for state in range(begin, end):
         index = state + tl.zeros_like(head)

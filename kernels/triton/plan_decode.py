@@ -12,10 +12,17 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
-from attn_ops.kernels.triton.plan_steps import COPY_PAGES, at_previous, clear, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.plan_steps import (
+    COPY_PAGES,
+    at_previous,
+    blocks_of_decode,
+    clear,
+    copy_page_numbers,
+    count_tokens,
+    window_start,
+)
 from attn_ops.kernels.triton.work_item import WORK_STRIDE, store_work_item, store_work_items_wide
 from triton.language.extra.cuda import gdc_wait
 
@@ -162,12 +169,9 @@ def plan_decode_kernel(
     seq_len = kv_len
     if seq_lens is not None:
         seq_len = tl.load(seq_lens + b, mask=b < batch, other=0)
-    start = tl.maximum(tokens_before(seq_len - WINDOW, SHARD), 0) if WINDOW else tl.zeros_like(kv_len)
-    if seq_lens is not None:  # whose last token another rank may hold
-        kv_len = tl.where(start < kv_len, kv_len, 0)
-        start = tl.minimum(start, kv_len)
-    first_block = start // KV_BLOCK
-    blocks = tl.cdiv(kv_len, KV_BLOCK) - first_block
+    kv_len, start, first_block, blocks = blocks_of_decode(
+        kv_len, seq_len, seq_lens is not None, WINDOW, SHARD, KV_BLOCK
+    )
     nonempty = (blocks > 0).to(tl.int32)
     ends, requests_until = tl.associative_scan((blocks, nonempty), 0, both_sums)
     begins, total = ends - blocks, tl.sum(blocks, 0)
@@ -212,7 +216,7 @@ def plan_decode_kernel(
     whole = length
     if seq_lens is not None:
         whole = tl.gather(seq_len, request, 0)
-    start = tl.maximum(tokens_before(whole - WINDOW, SHARD), 0) if WINDOW else tl.zeros_like(length)
+    start = window_start(whole, WINDOW, SHARD)
     offset = start // KV_BLOCK - request_begin
     slot = tl.gather(first_slot - item, request, 0) + boundary_item
     # The sums of page tables that overlap may exceed int32; there is no item behind the last in any case.

@@ -10,10 +10,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
-from attn_ops.kernels.triton.plan_steps import COPY_PAGES, clear, copy_page_numbers, count_tokens
+from attn_ops.kernels.triton.plan_steps import COPY_PAGES, blocks_of_decode, clear, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.search import count_at_most
 from attn_ops.kernels.triton.work_item import store_work_item
 from triton.language.extra.cuda import gdc_wait
@@ -83,12 +82,9 @@ def plan_decode_fixed_split_kernel(
     seq_len = kv_len
     if seq_lens is not None:
         seq_len = tl.load(seq_lens + b, mask=b < batch, other=0)
-    start = tl.maximum(tokens_before(seq_len - WINDOW, SHARD), 0) if WINDOW else tl.zeros_like(kv_len)
-    if seq_lens is not None:  # whose last token another rank may hold
-        kv_len = tl.where(start < kv_len, kv_len, 0)
-        start = tl.minimum(start, kv_len)
-    first_block = start // KV_BLOCK
-    blocks = tl.cdiv(kv_len, KV_BLOCK) - first_block
+    kv_len, start, first_block, blocks = blocks_of_decode(
+        kv_len, seq_len, seq_lens is not None, WINDOW, SHARD, KV_BLOCK
+    )
     splits = tl.cdiv(blocks, SPLIT_BLOCKS)
     item_end = tl.cumsum(splits, 0)
     first_item, num_items = item_end - splits, tl.max(item_end, 0)

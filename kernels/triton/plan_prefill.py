@@ -47,6 +47,26 @@ def store_zeros(records, begin, end, TILES: tl.constexpr, STRIDE: tl.constexpr):
         tl.store(records + at, tl.zeros((TILES, STRIDE), tl.int32), mask=(i < end)[:, None])
 
 
+@triton.jit
+def fixed_splits(
+    num_tiles, lengths, max_splits,
+    SPLIT_BLOCKS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """``(longest, first_bucket, split_blocks)`` of splits of SPLIT_BLOCKS KV blocks, if ``max_splits`` hold them."""
+    t = tl.arange(0, TILES)
+    total, longest = tl.full((), 0, tl.int64), 0
+    for first in range(0, num_tiles, TILES):
+        tile = first + t
+        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
+        _, blocks = kv_blocks(begin, end, tile < num_tiles)
+        total += tl.sum(tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0).to(tl.int64), 0)
+        longest = tl.maximum(longest, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
+    first_bucket, split_blocks = BUCKETS, NOT_SPLIT
+    if total <= max_splits:
+        first_bucket, split_blocks = -1, SPLIT_BLOCKS
+    return longest, first_bucket, split_blocks
+
+
 @triton.jit(
     do_not_specialize=["batch", "num_indices", "max_batch", "max_pages", "max_items", "max_split_tiles", "wave"]
 )
@@ -116,15 +136,9 @@ def plan_prefill_kernel(
     longest_tile, first_bucket, skip, split_blocks = 0, BUCKETS, 0, NOT_SPLIT
     if max_split_tiles > 0:
         if SPLIT_BLOCKS:
-            total = tl.full((), 0, tl.int64)
-            for first in range(0, num_tiles, TILES):
-                tile = first + t
-                _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
-                _, blocks = kv_blocks(begin, end, tile < num_tiles)
-                total += tl.sum(tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0).to(tl.int64), 0)
-                longest_tile = tl.maximum(longest_tile, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
-            if total <= 2 * max_split_tiles:
-                first_bucket, split_blocks = -1, SPLIT_BLOCKS
+            longest_tile, first_bucket, split_blocks = fixed_splits(
+                num_tiles, lengths, 2 * max_split_tiles, SPLIT_BLOCKS, TILING, SHARD, TILES
+            )
         else:
             longest_tile, first_bucket, skip, split_blocks = balanced_splits(
                 num_tiles, lengths, 2 * max_split_tiles, wave, CTAS, CLUSTER_SPLITS, TILING, SHARD, TILES

@@ -37,6 +37,7 @@ from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_pa
 from attn_ops.kernels.triton.softmax import (
     LOG2E,
     add_sink,
+    empty_state,
     inverse,
     log_sum_exp,
     online_softmax_update,
@@ -416,9 +417,7 @@ def prefill_kernel(
         length = tl.load(kv_len + request) if PLANNED else num_pages
         bits_at = mask_offset(qo_indptr, kv_len, request, max_batch, 256) if PLANNED else 0
 
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_VO), tl.float32)
+    row_max, row_sum, acc = empty_state(BLOCK_M, BLOCK_VO)
     start = begin // TILE.RUN * TILE.RUN if FEATURES.PAGED else begin
     full, after_full, tiles = full_blocks(
         start, end, position + first_row, position + last_row, window_left, window_right,

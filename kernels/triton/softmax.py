@@ -37,6 +37,13 @@ else:
 
 
 @triton.jit
+def empty_state(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``(row_max [ROWS], row_sum [ROWS], acc [ROWS, COLUMNS])`` of rows that have seen no key."""
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    return row_max, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
 def finite(row_max):
     """``row_max``, or 0 where it is -inf, so that ``logit - row_max`` is never ``-inf - -inf``."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)

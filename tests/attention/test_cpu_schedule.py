@@ -25,13 +25,13 @@ BASES = {"decode": DECODE_BASE, "prefill": PREFILL_BASE, "ragged": PREFILL_BASE}
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One element for each plan whose kernel calls are computed."""
-    computed, kernel_calls = [], schedule._kernel_calls
+    computed, kernel_calls = [], schedule.of_plan
 
     def observed(*args: Any) -> Any:
         computed.append(args)
         return kernel_calls(*args)
 
-    monkeypatch.setattr(schedule, "_kernel_calls", observed)
+    monkeypatch.setattr(schedule, "of_plan", observed)
     monkeypatch.setattr(schedule, "_KEPT", BoundedCache(schedule.MAX_PLANS))
     return computed
 

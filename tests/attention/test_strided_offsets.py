@@ -110,32 +110,28 @@ def test_mla(device: str, backend: str) -> None:
     Expected.of([(q, seen[:, None], seen[:, None, :512])], sm_scale=0.05).check(out, lse)
 
 
+def _check_append(cache: Tensor, dim: int, device: str, backend: str) -> None:
+    """Append three tokens whose keys, and values, are 2^31 elements apart in dimension ``dim``."""
+    kv_indptr, kv_indices, positions, zeros = _ints([*TABLE[:2], [0, PAGE + 15, LENGTH - 1], [0, 0, 0]], device)
+    new, caches = _random(3, HEADS, DIM, seed=1), (cache, cache.clone())
+    far_new = _put(_far((3, HEADS, DIM), dim, device), new)
+    torch.ops.attn.append_kv(far_new, far_new, *caches, zeros, positions, kv_indices, kv_indptr, backend=backend)
+    for i, position in enumerate(positions.tolist()):
+        for written in caches:
+            assert torch.equal(written[TABLE[1][position // PAGE], position % PAGE].cpu(), new[i])
+
+
 @each_backend
 @tokens_and_heads
 def test_append(dim: int, device: str, backend: str) -> None:
     cache, _ = _cache(dim, device)
-    kv_indptr, kv_indices, positions, zeros = _ints([*TABLE[:2], [0, PAGE + 15, LENGTH - 1], [0, 0, 0]], device)
-    new = _random(3, HEADS, DIM, seed=1)
-    far_new = _put(_far((3, HEADS, DIM), 1, device), new)
-    torch.ops.attn.append_kv(
-        far_new, far_new, cache, cache.clone(), zeros, positions, kv_indices, kv_indptr, backend=backend
-    )
-    for i, position in enumerate(positions.tolist()):
-        assert torch.equal(cache[TABLE[1][position // PAGE], position % PAGE].cpu(), new[i])
+    _check_append(cache, 1, device, backend)
 
 
 @each_backend
 def test_append_of_tokens_far_apart(device: str, backend: str) -> None:
     """The third new token lies 2^31 elements after the first."""
-    cache = torch.zeros(6, PAGE, HEADS, DIM, dtype=torch.float16, device=device)
-    kv_indptr, kv_indices, positions, zeros = _ints([*TABLE[:2], [0, PAGE + 15, LENGTH - 1], [0, 0, 0]], device)
-    new = _random(3, HEADS, DIM, seed=1)
-    far_new = _put(_far((3, HEADS, DIM), 0, device), new)
-    torch.ops.attn.append_kv(
-        far_new, far_new, cache, cache.clone(), zeros, positions, kv_indices, kv_indptr, backend=backend
-    )
-    for i, position in enumerate(positions.tolist()):
-        assert torch.equal(cache[TABLE[1][position // PAGE], position % PAGE].cpu(), new[i])
+    _check_append(torch.zeros(6, PAGE, HEADS, DIM, dtype=torch.float16, device=device), 0, device, backend)
 
 
 @each_backend

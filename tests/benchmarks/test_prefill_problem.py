@@ -11,6 +11,8 @@ from benchmarks import comparison, prefill
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
 
+pytestmark = pytest.mark.usefixtures("two_copies")
+
 SMALL = PrefillRow("small", (40, 7), (90, 33), None, num_qo_heads=6, num_kv_heads=2, head_dim=64, head_dim_vo=64)
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -96,6 +97,42 @@ def test_out_is_filled() -> None:
     buffer = torch.empty_like(q)
     assert flash_attn_func(q, k, v, out=buffer).data_ptr() == buffer.data_ptr()
     check_dense(expected(list(zip(q, k, v, strict=True))), buffer)
+
+
+def test_return_attn_probs_gives_the_lse_as_flash_attention_2_does() -> None:
+    q, k, v = dense(2, 6, 9)
+    want = expected(list(zip(q, k, v, strict=True)), causal=True, softcap=2.0)
+    for _ in range(3):  # the first call, and repetitions
+        out, lse, probabilities = flash_attn_func(q, k, v, 0.0, None, True, (-1, -1), 2.0, None, False, True)
+        assert probabilities is None
+        check_dense(want, out, lse)
+    compiled = torch.compile(
+        functools.partial(flash_attn_func, causal=True, softcap=2.0), fullgraph=True, backend="eager"
+    )
+    check_dense(want, *compiled(q, k, v, return_attn_probs=True)[:2])
+    check_dense(
+        want, *flash_attn_func(q, k, v, causal=True, softcap=2.0, return_attn_probs=True, return_softmax_lse=True)[:2]
+    )
+
+
+@pytest.mark.parametrize("form", ["ragged", "pages", "used rows", "packed"])
+def test_return_attn_probs_of_cumulative_lengths(form: str) -> None:
+    r = Requests((9, 3, 21), (4, 1, 7))
+    want = expected(list(zip(r.q.split(r.rows), r.batch.keys, r.batch.values, strict=True)), causal=True)
+    options: dict[str, Any] = {"causal": True, "return_attn_probs": True}
+    if form == "packed":
+        kv = torch.stack(r.ragged(), 1)
+        result = flash_attn_varlen_kvpacked_func(r.q, kv, r.qo_indptr, r.kv_indptr, 7, 21, **options)
+    else:
+        tensors = r.cache() if form == "pages" else r.ragged()
+        if form == "pages":
+            options["block_table"] = r.block_tables()
+        if form == "used rows":
+            options["seqused_q"] = r.qo_indptr.diff()
+        result = flash_attn_varlen_func(r.q, *tensors, r.qo_indptr, r.kv_indptr, 7, 21, **options)
+    out, lse, probabilities = result
+    assert probabilities is None
+    check_varlen(want, out, lse)
 
 
 def test_sinks_of_other_dtypes_and_names() -> None:

@@ -30,7 +30,6 @@ SLOPES = torch.ones(4, device=DEVICE)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1}, "dropout_p is 0.1, which is not supported: there is no backward and no dropout"),
     ({"alibi_slopes": SLOPES}, "alibi_slopes is given, which is not supported: .*pos_encoding_mode='ALIBI'"),
-    ({"return_attn_probs": True}, "return_attn_probs is True, .* pass return_softmax_lse=True"),
     ({"attention_chunk": -1}, "attention_chunk is -1; expected 0 to"),
     ({"window_size": (-2, 0)}, r"window_size\[0\] is -2; expected 0 or more tokens"),
     ({"window_size": (0, 1 << 30)}, r"window_size\[1\] is 1073741824; expected 0 or more tokens"),

@@ -229,3 +229,18 @@ def test_attention_with_a_sink() -> None:
     expected.check(*wrapper.run(r.q, r.cache(), r.sinks, 0.2, return_lse=True))
     expected.check(*wrapper.run_return_lse(r.q, r.cache(), r.sinks, 0.2))
     r.expected(causal=True, window_left=20, sinks=True).check(wrapper.run(r.q, r.cache(), sinks=r.sinks))
+
+
+@pytest.mark.parametrize("name", ["head_dim_qk", "head_dim"])
+def test_values_of_attention_with_a_sink_are_as_wide_as_the_keys_of_plan(name: str) -> None:
+    """The constructor's head dimension of values is that of its own head dimension of keys."""
+    r = Requests((70, 3), (1, 3), head_dims=(64, 64))
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(), q_data_type=r.dtype, kv_data_type=r.dtype)
+    wrapper.plan(r.qo_indptr, *r.table, *r.heads, page_size=16, causal=True, **{name: 64})
+    r.expected(causal=True, sinks=True, sm_scale=0.2).check(wrapper.run(r.q, r.cache(), r.sinks, 0.2))
+    r = Requests((70, 3), (1, 3), head_dims=(192, 128))
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
+        workspace(), q_data_type=r.dtype, kv_data_type=r.dtype, head_dim_qk=192
+    )
+    wrapper.plan(r.qo_indptr, *r.table, *r.heads, page_size=16, causal=True, **{name: 192})
+    r.expected(causal=True, sinks=True, sm_scale=0.2).check(wrapper.run(r.q, r.cache(), r.sinks, 0.2))

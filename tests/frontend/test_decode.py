@@ -237,12 +237,44 @@ def test_private_attributes_that_engines_read() -> None:
         _ = wrapper._sm_scale
     with pytest.raises(AttributeError, match="no buffer for kv_indices; they are those of CUDA-graph mode"):
         _ = wrapper._paged_kv_indices_buf
+    with pytest.raises(AttributeError, match=r"no compiled module behind a wrapper; call plan\(\) in place"):
+        _ = wrapper._cached_module
+    with pytest.raises(AttributeError, match=r"that of the last plan, and cannot be set; give it to plan\(\)"):
+        wrapper._sm_scale = 0.5
+    with pytest.raises(AttributeError, match="the buffer for kv_indices is the constructor's, and cannot be set; make"):
+        wrapper._paged_kv_indices_buf = r.table[1]
     assert wrapper._fixed_batch_size == 0
     wrapper.plan(*r.table, *r.sizes, "NONE", 9, 3.0, "float16", sm_scale=0.25)
     options = wrapper._causal, wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap
     assert options == (False, 0.25, 9, 3.0)
     wrapper.plan(*r.table, *r.sizes, q_data_type=r.q.dtype)
     assert (wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap) == (None, -1, 0.0)
+
+
+def test_workspaces_that_engines_share_between_wrappers() -> None:
+    r, memory = Requests(), workspace()
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(memory)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(prefill._float_workspace_buffer)
+    assert wrapper._float_workspace_buffer is memory
+    wrapper._int_workspace_buffer = prefill._int_workspace_buffer
+    wrapper.plan(*r.table, *r.sizes)
+    wrapper.reset_workspace_buffer(workspace(), wrapper._int_workspace_buffer)
+    assert wrapper._float_workspace_buffer is not memory
+    r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+def test_a_backend_of_flashinfer_that_engines_set() -> None:
+    r = Requests()
+    indptr, last = (torch.empty(n, dtype=torch.int32, device=DEVICE) for n in (5, 4))
+    indices = torch.zeros(40, dtype=torch.int32, device=DEVICE)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), indptr, indices, last)
+    wrapper._backend = "fa2"
+    assert wrapper.resolved_backend == "auto"
+    wrapper.plan(*r.table, *r.sizes)
+    r.expected().check(wrapper.run(r.q, r.cache()))
+    wrapper._backend = "reference"  # one of this library
+    assert wrapper.resolved_backend == "reference"
+    r.expected().check(wrapper.run(r.q, r.cache()))
 
 
 def test_int64_tables_and_lengths_of_the_next_batch() -> None:
@@ -363,6 +395,21 @@ def test_fast_decode_plan() -> None:
     nonsense = torch.zeros_like(r.table[0])
     flashinfer.fast_decode_plan(wrapper, nonsense, *r.table[1:], *r.sizes, global_override_indptr_cpu=r.table[0].cpu())
     r.expected().check(wrapper.run(r.q, r.cache()))
+
+
+def test_fast_decode_plan_keeps_the_dtype_of_the_output() -> None:
+    r = Requests(dtype=torch.float8_e4m3fn)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*r.table, *r.sizes, q_data_type=r.dtype, o_data_type=torch.bfloat16)
+    expected = wrapper.run(r.q, r.cache())
+    assert expected.dtype == torch.bfloat16
+    flashinfer.fast_decode_plan(wrapper, *r.table, *r.sizes, q_data_type=r.dtype)
+    out = torch.empty_like(expected)
+    assert torch.equal(wrapper.run(r.q, r.cache(), out=out), expected)
+    wrapper = planned(r, o_data_type=None)  # an output whose dtype follows the query
+    half = Requests()
+    flashinfer.fast_decode_plan(wrapper, *half.table, *half.sizes, q_data_type=half.dtype)
+    assert wrapper.run(half.q, half.cache()).dtype == half.dtype
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

@@ -212,9 +212,14 @@ def test_mask_does_not_outlive_its_plan(kind: str) -> None:
     r = requests(kind)
     call = Call(kind, r, custom_mask=r.mask)
     r.expected(masked=True).check(call.run())
+    packed = torch.cat([flashinfer.packbits(m.flatten().to(DEVICE), bitorder="little") for m in r.masks])
+    assert torch.equal(call.wrapper._custom_mask_buf[: len(packed)], packed)
+    with pytest.raises(AttributeError, match=r"_custom_mask_buf cannot be set; give the mask to plan\(\)"):
+        call.wrapper._custom_mask_buf = packed
     tables = (r.qo_indptr, *r.table, *r.sizes) if kind == "paged" else (r.qo_indptr, r.kv_indptr, *r.sizes[:3])
     call.wrapper.plan(*tables, causal=True)
     assert call.wrapper._causal
+    assert call.wrapper._custom_mask_buf is None
     r.expected(causal=True).check(call.run())
 
 
@@ -373,8 +378,7 @@ def test_cuda_graph_mode(kind: str) -> None:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace(), use_cuda_graph=True, kv_indptr_buf=buffer(5), **buffers
         )
-    named = buffers if kind == "paged" else {"qo_indptr_buf": buffers["qo_indptr_buf"]}
-    assert all(getattr(wrapper, f"_{name}") is t for name, t in named.items() if name != "custom_mask_buf")
+    assert all(getattr(wrapper, f"_{name}") is t for name, t in buffers.items())
     for batch, masked in ((r, False), (s, True), (r, True)):
         tables = (batch.qo_indptr, *batch.table, *batch.sizes)
         if kind == "ragged":

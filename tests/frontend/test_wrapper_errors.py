@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from attn_ops import errors, planner
 
 R = Requests()
 P = Requests((70, 3, 9, 130), (1, 5, 0, 40))
-PAGES = torch.tensor([7, 8, 9, 10])
 
 
 def decode(**plan: Any) -> Any:
@@ -34,81 +32,6 @@ def ragged(**plan: Any) -> Any:
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
     wrapper.plan(P.qo_indptr, P.kv_indptr, *P.sizes[:3], **plan)
     return wrapper
-
-
-def attention(**changes: Any) -> None:
-    qo_indptr, page_size = changes.get("qo_indptr", P.qo_indptr), changes.get("page_size", 16)
-    wrapper = flashinfer.BatchAttention(device=DEVICE)
-    wrapper.plan(qo_indptr, *P.table[:2], P.seq_lens, 4, 2, 64, 64, page_size)
-
-
-def graph(pages: int = 20, batch: int = 4) -> Any:
-    sizes = batch + 1, pages, batch
-    buffers = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in sizes)
-    return flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
-
-
-def replanned_graph(first: int, then: int) -> None:
-    wrapper = graph()
-    for rows in (first, then):
-        wrapper.plan(*R.table, *R.sizes, q_len_per_req=rows)
-
-
-def int32_zeros(length: int) -> torch.Tensor:
-    return torch.zeros(length, dtype=torch.int32, device=DEVICE)
-
-
-def masked_graph(mask_bytes: int) -> None:
-    mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=DEVICE)
-    buffers = *map(int32_zeros, (5, 5, 20, 4)), mask
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers)
-    wrapper.plan(P.qo_indptr, *P.table, *P.sizes, custom_mask=P.mask)
-
-
-def planned_graph() -> Any:
-    wrapper = graph()
-    wrapper.plan(*R.table, *R.sizes)
-    return wrapper
-
-
-def graph_buffers_of_inference_mode() -> None:
-    with torch.inference_mode():
-        wrapper = graph()
-    wrapper.plan(*R.table, *R.sizes)
-
-
-def latent_by_lengths() -> None:
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
-    wrapper.plan(P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 16)
-    sizes = (46, 4, 512), (46, 4, 64), (17, 16, 512), (17, 16, 64)
-    wrapper.run(*(empty(*size) for size in sizes), kv_len=P.seq_lens)
-
-
-def latent_of(dtypes: tuple[torch.dtype, ...], **planned: torch.dtype) -> None:
-    """Of queries and caches of ``dtypes``."""
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace())
-    wrapper.plan(P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 16, **planned)
-    sizes = (46, 4, 512), (46, 4, 64), (17, 16, 512), (17, 16, 64)
-    tensors = (empty(*size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True))
-    wrapper.run(*tensors, ckv_scale=1.0, kpe_scale=1.0)
-
-
-HALF, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
-DTYPES = BF16, BF16, E4M3, E4M3
-LATENTS = {"q_data_type": BF16, "kv_data_type": E4M3}
-
-
-def listed_prefill(indptr: torch.Tensor, lens: torch.Tensor) -> None:
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
-    wrapper.plan(torch.arange(3), indptr, PAGES, torch.ones_like(lens), *P.sizes)
-
-
-def listed_mla(indptr: torch.Tensor, lens: torch.Tensor) -> None:
-    flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(torch.arange(3), indptr, PAGES, lens, 4, 512, 64, 4)
-
-
-def listed_attention(indptr: torch.Tensor, lens: torch.Tensor) -> None:
-    flashinfer.BatchAttention(device=DEVICE).plan(torch.arange(3), indptr, PAGES, lens, 4, 2, 64, 64, 4)
 
 
 def run_decode(**options: Any) -> Any:
@@ -154,11 +77,6 @@ CASES: dict[str, Case] = {
             ("data_type", torch.int32, "int32"),
         )
     },
-    "dtype of an MLA cache that nothing computes with": (
-        lambda: latent_of(DTYPES, kv_data_type=torch.int8),
-        errors.DTypeError,
-        "BatchMLAPagedAttentionWrapper.plan: kv_data_type is int8; expected float16, bfloat16, float32",
-    ),
     "dtype name": (lambda: decode(q_data_type="half16"), errors.DTypeError, "q_data_type is 'half16'"),
     "output dtype": (
         lambda: decode(o_data_type=torch.float64),
@@ -298,143 +216,12 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "the KV cache is one tensor [15, 16, 2, 64]; expected [pages, 2, ...]",
     ),
-    "last_page_len": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
-            *(t.cpu() for t in R.table[:2]), torch.tensor([17, 1, 1, 1]), *R.sizes
-        ),
-        errors.PageTableError,
-        "BatchDecodeWithPagedKVCacheWrapper.plan: last_page_len[0] is 17; expected 1 to page_size 16",
-    ),
-    "last_page_len beyond every capacity": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
-            *(t.cpu() for t in R.table[:2]), torch.tensor([1, 1, 1 << 30, 1]), *R.sizes
-        ),
-        errors.PageTableError,
-        "plan: last_page_len[2] is 1073741824; expected 1 to page_size 16",
-    ),
-    "falling indptr": (
-        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
-            torch.tensor([0, 5, 3]), torch.tensor([0, 5, 6]), 4, 2, 64
-        ),
-        errors.PageTableError,
-        "qo_indptr falls from 5 to 3",
-    ),
-    "lengths of tables": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table[:2], R.table[2][1:], *R.sizes),
-        errors.ShapeError,
-        "plan: last_page_len has length 3; expected 4",
-    ),
-    "float tables": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
-            R.table[0].float(), *R.table[1:], *R.sizes
-        ),
-        errors.DTypeError,
-        "plan: indptr is float32; expected int32 or int64",
-    ),
-    "pages beyond int32": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(
-            R.table[0].cpu(), R.table[1].cpu().long() + 2**32, R.table[2].cpu(), *R.sizes
-        ),
-        errors.PageTableError,
-        "plan: indices has a number beyond int32; expected numbers of pages or tokens",
-    ),
     "a mask beyond int32": (
         lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(
             *[torch.tensor([0, 50_000])] * 2, 4, 2, 64, custom_mask=torch.ones(1).bool().expand(50_000**2)
         ),
         errors.CapacityError,
         "custom_mask has 2500000000 elements; expected fewer than 2^31",
-    ),
-    "other batch in graph mode": (
-        lambda: graph(batch=5).plan(*R.table, *R.sizes),
-        errors.PlanError,
-        "the batch has 4 requests and the buffers are for 5",
-    ),
-    "other rows of a request in graph mode": (
-        lambda: replanned_graph(2, 1),
-        errors.PlanError,
-        "q_len_per_req is 1; expected 2 as in the first plan, in CUDA-graph mode",
-    ),
-    "too many pages in graph mode": (
-        lambda: graph(pages=7).plan(R.table[0], R.table[1][:13], R.table[2], *R.sizes),
-        errors.CapacityError,
-        "the batch has 13 pages and paged_kv_indices_buffer capacity for 7; expected capacity for at least 13",
-    ),
-    "missing buffer": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_cuda_graph=True),
-        errors.ArgumentError,
-        "paged_kv_indptr_buffer is missing",
-    ),
-    "dtype of a buffer": (
-        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-            workspace(), *(torch.zeros(n, device=DEVICE) for n in (5, 9, 4))
-        ),
-        errors.DTypeError,
-        "paged_kv_indptr_buffer is float32; expected int32",
-    ),
-    "MLA without a scale": (
-        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
-            P.qo_indptr, *P.table[:2], P.seq_lens, 4, 48, 16, 16
-        ),
-        errors.OptionError,
-        "sm_scale is missing for head dimensions 48 + 16",
-    ),
-    **{
-        f"{name} of {what}": (
-            lambda plan=plan, indptr=indptr, lens=lens: plan(torch.tensor(indptr), torch.tensor(lens)),
-            errors.PageTableError,
-            words.replace("kv_", "paged_kv_") if name == "prefill" else words,
-        )
-        for name, plan in (("prefill", listed_prefill), ("MLA", listed_mla), ("attention", listed_attention))
-        for what, indptr, lens, words in (
-            ("pages beyond the list", [100, 102, 104], [5, 5], "kv_indptr ends at 104 and kv_indices has 4 entries"),
-            ("pages before the list", [-1, 1, 3], [5, 5], "kv_indptr starts at -1; expected 0 or more"),
-            ("falling pages", [1, 3, 2], [5, 0], "kv_indptr falls from 3 to 2 at request 1"),
-        )
-    },
-    **{
-        f"{name} of a negative length": (
-            lambda plan=plan: plan(torch.tensor([0, 2, 4]), torch.tensor([5, -3])),
-            errors.PageTableError,
-            "kv_len_arr[1] is -3; expected 0 or more tokens",
-        )
-        for name, plan in (("MLA", listed_mla), ("attention", listed_attention))
-    },
-    "no pages of decoding": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(R.table[0], None, R.table[2], *R.sizes),
-        errors.ArgumentError,
-        "indices is missing",
-    ),
-    "no last pages of prefill": (
-        lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace()).plan(
-            P.qo_indptr, *P.table[:2], None, *P.sizes
-        ),
-        errors.ArgumentError,
-        "paged_kv_last_page_len is missing",
-    ),
-    "no rows of ragged prefill": (
-        lambda: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace()).plan(None, P.kv_indptr, *P.sizes[:3]),
-        errors.ArgumentError,
-        "qo_indptr is missing",
-    ),
-    "no rows of attention": (lambda: attention(qo_indptr=None), errors.ArgumentError, "qo_indptr is missing"),
-    "float rows of attention": (
-        lambda: attention(qo_indptr=P.qo_indptr + 0.9),
-        errors.DTypeError,
-        "qo_indptr is float32; expected int32 or int64",
-    ),
-    "page size of attention": (lambda: attention(page_size=0), errors.OptionError, "page_size is 0; expected at least"),
-    "page size of MLA": (
-        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
-            P.qo_indptr, *P.table[:2], P.seq_lens, 4, 512, 64, 0
-        ),
-        errors.OptionError,
-        "page_size is 0; expected at least 1",
-    ),
-    "page size of decoding": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 0),
-        errors.OptionError,
-        "page_size is 0; expected at least 1",
     ),
     "no query heads planned": (
         lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 0, 2, 64, 16),
@@ -471,68 +258,6 @@ CASES: dict[str, Case] = {
         errors.ShapeError,
         "lse is written and its elements overlap, with stride 2 in dimension 0; expected memory of its own",
     ),
-    "MLA pages missing": (
-        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
-            P.qo_indptr.cpu(), P.table[0].cpu(), P.table[1].cpu(), P.seq_lens.cpu() + 16, 4, 512, 64, 16
-        ),
-        errors.PageTableError,
-        "request 0 has 86 tokens and 5 pages of 16; expected 6 pages",
-    ),
-    "MLA tokens of a request without pages": (
-        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
-            torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0]), torch.tensor([5]), 4, 512, 64, 16
-        ),
-        errors.PageTableError,
-        "request 0 has 5 tokens and 0 pages of 16; expected 1 pages",
-    ),
-    "MLA of latents without columns": (
-        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
-            P.qo_indptr, *P.table[:2], P.seq_lens, 4, 0, 64, 16
-        ),
-        errors.OptionError,
-        "head_dim_ckv is 0; expected at least 1",
-    ),
-    "MLA query of one part": (
-        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).run(
-            query=[empty(46, 4, 512)], kv_cache=empty(17, 16, 576)
-        ),
-        errors.ShapeError,
-        "the query has 1 parts; expected 2, q_nope and q_pe",
-    ),
-    "MLA block tables too narrow": (
-        lambda: flashinfer.BatchMLAPagedAttentionWrapper(workspace()).plan(
-            P.qo_indptr,
-            num_heads=4,
-            page_size=16,
-            block_tables=P.block_tables()[:, :8],
-            seq_lens=torch.tensor(P.kv_lens),
-        ),
-        errors.PageTableError,
-        "a request has 130 tokens and block_tables capacity for 128",
-    ),
-    **{
-        f"dtype of {name}": (
-            functools.partial(latent_of, tuple(HALF if i == j else d for j, d in enumerate((BF16,) * 4))),
-            errors.DTypeError,
-            message,
-        )
-        for i, (name, message) in enumerate(
-            {
-                "q_nope": "q_pe is bfloat16; expected float16",
-                "q_pe": "q_pe is float16; expected bfloat16",
-                "ckv_cache": "ckv_cache is float16 and kpe_cache bfloat16; expected one dtype",
-                "kpe_cache": "ckv_cache is bfloat16 and kpe_cache float16; expected one dtype",
-            }.items()
-        )
-    },
-    **{
-        f"planned dtype of {name}": (
-            functools.partial(latent_of, tuple(HALF if i == j else d for j, d in enumerate(DTYPES)), **LATENTS),
-            errors.DTypeError,
-            f"{name} dtype is float16; expected {str(DTYPES[i]).removeprefix('torch.')} as planned",
-        )
-        for i, name in enumerate(("q_nope", "q_pe", "ckv_cache", "kpe_cache"))
-    },
     "sinks that are no tensor": (
         lambda: run_decode(sinks=0.5),
         errors.ArgumentError,
@@ -542,26 +267,6 @@ CASES: dict[str, Case] = {
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan([], [], [], [], 4, 2, 64, 16),
         errors.ShapeError,
         "qo_indptr_arr has 0 tensors; expected 2",
-    ),
-    "page size beyond int32": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan(*R.table, 4, 2, 64, 2**31),
-        errors.OptionError,
-        "plan: page_size is 2147483648; expected at most 2147483647, an int32",
-    ),
-    "fewer rows than planned in CUDA-graph mode": (
-        lambda: planned_graph().run(R.q[:3], R.cache()),
-        errors.ShapeError,
-        "q has 3 rows; expected 4 as planned, or more; call plan()",
-    ),
-    "a mask beyond its buffer": (
-        lambda: masked_graph(sum(-(-n * m // 8) for n, m in zip(P.rows, P.kv_lens, strict=True)) - 1),
-        errors.CapacityError,
-        "the packed mask has 661 bytes and custom_mask_buf 660; expected at least 661",
-    ),
-    "last page lengths of another batch": (
-        lambda: flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *map(int32_zeros, (5, 20, 5))),
-        errors.ShapeError,
-        "paged_kv_last_page_len_buffer has 5 elements and paged_kv_indptr_buffer 5; expected 4, for the 4 requests",
     ),
     "device of out": (
         lambda: run_decode(out=empty(4, 4, 64).to("meta")),
@@ -585,27 +290,12 @@ CASES: dict[str, Case] = {
         "name kv_layout='HND'",
     ),
     "no cache": (lambda: decode().run(R.q, None), errors.ArgumentError, "paged_kv_cache is None; expected a tensor"),
-    "a list as page table": (
-        lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace()).plan([0, 1], *R.table[1:], *R.sizes),  # type: ignore[arg-type]
-        errors.ArgumentError,
-        "indptr is of type list; expected a tensor; make a tensor of it with torch.tensor(indptr)",
-    ),
     "levels of other rows": (
         lambda: flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace()).plan(
             [P.qo_indptr, P.qo_indptr.clamp(max=45)], *([t, t] for t in P.table), *P.sizes
         ),
         errors.ShapeError,
         "the levels have 46, 45 query rows; expected the same number in each level",
-    ),
-    "buffers of inference mode": (
-        graph_buffers_of_inference_mode,
-        errors.ArgumentError,
-        "plan: paged_kv_indptr_buffer was made in inference mode",
-    ),
-    "MLA lengths without a table": (
-        latent_by_lengths,
-        errors.ArgumentError,
-        "page_table is missing",
     ),
     "more of POD": (
         lambda: flashinfer.PODWithPagedKVCacheWrapper(workspace()).run(*[None] * 31),

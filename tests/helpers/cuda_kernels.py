@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import re
-import struct
-import subprocess
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from attn_ops.kernels.cuda import nvrtc
 from attn_ops.kernels.cuda.build import specializations
-from attn_ops.kernels.cuda.compile import ARCHITECTURE, compiler, cubin_of, options, sources
+from attn_ops.kernels.cuda.compile import ARCHITECTURE, compiler, options, sources
+from attn_ops.kernels.cuda.compile import cubin_of as compiled_or_kept
 from attn_ops.kernels.cuda.kernel import Specialization
+from filelock import FileLock
+
+from helpers import cpp_runner
+from helpers.cubins import instructions_of, resource_usage, tool
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.find()[0] is None, reason=f"there is no nvrtc: {nvrtc.find()[1]}")
 
@@ -118,27 +121,12 @@ class Usage(NamedTuple):
     hgmma: int  # matrix instructions of warpgroups
 
 
-def tool(name: str, *words: str, file: bytes) -> str:
-    """The output of one of Triton's tools, such as ``"nvdisasm"``, for a file."""
-    import triton
-
-    with tempfile.NamedTemporaryFile() as named:
-        named.write(file)
-        named.flush()
-        command = [getattr(triton.knobs.nvidia, name).path, *words, named.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def instructions_of(cubin: bytes, function: str) -> bytes:
-    """The encoded instructions of a kernel: a section of the cubin, which is an ELF file of 64 bits."""
-    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(count)]
-    names = sections[of_names][4]
-    for name, _, _, _, offset, length in sections:
-        if cubin.startswith(f".text.{function}\0".encode(), names + name):
-            return cubin[offset : offset + length]
-    raise ValueError(f"the cubin has no function {function}")
+@functools.cache
+def cubin_of(one: Specialization) -> bytes:
+    """The compiled kernel. Of all processes of a test run one compiles it; the others find what it kept on disk."""
+    name = hashlib.sha256(repr((one.kernel.source, options(one))).encode()).hexdigest()[:16]
+    with FileLock(cpp_runner.folder / f"cubin-{name}.lock"):
+        return compiled_or_kept(one)
 
 
 _disassembled: dict[Specialization, str] = {}
@@ -168,17 +156,8 @@ def disassembly(one: Specialization) -> str:
 
 @functools.cache
 def usage_of(one: Specialization) -> Usage:
-    cubin, function = cubin_of(one), one.kernel.function
-    report = tool("cuobjdump", "--dump-resource-usage", file=cubin).split(f"Function {function}:")[1]
-    used: dict[str, Any] = {
-        n: int(v) for n, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report.split("Function")[0])
-    }
-    return Usage(
-        used["REG"],
-        used["STACK"] + used["LOCAL"],
-        used["SHARED"] + one.shared_bytes,
-        len(re.findall(r"\b[HQ]GMMA\b", disassembly(one))),
-    )
+    registers, stack, shared = resource_usage(cubin_of(one), one.kernel.function)
+    return Usage(registers, stack, shared + one.shared_bytes, len(re.findall(r"\b[HQ]GMMA\b", disassembly(one))))
 
 
 def measure() -> dict[str, Usage]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 from unittest.mock import patch
@@ -84,12 +82,6 @@ def compiling_for(capability: int, compiles: bool | Callable[..., bool] = True) 
     finally:
         triton.runtime.driver._active = usual
         clear_tile_caches()
-
-
-def tool(name: str, *options: str, cubin: Path) -> str:
-    """The output of one of Triton's tools, such as ``"nvdisasm"``, for a compiled kernel."""
-    command = [getattr(triton.knobs.nvidia, name).path, *options, cubin]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def decode(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from helpers.cubins import resource_usage
 from helpers.offline_compile import compiling_for, decode, eager, mla, prefill, small_ops
 
 TABLE = Path(__file__).parents[1] / "resources.json"
@@ -78,13 +77,8 @@ class Resources(NamedTuple):
 
 
 def resources_of(kernel: Any) -> Resources:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report)}
-    return Resources(used["REG"], used["STACK"] + used["LOCAL"], used["SHARED"] + kernel.metadata.shared)
+    registers, stack, shared = resource_usage(kernel.asm["cubin"], kernel.metadata.name)
+    return Resources(registers, stack, shared + kernel.metadata.shared)
 
 
 def compile_case(case: str, capability: int) -> dict[str, Resources]:

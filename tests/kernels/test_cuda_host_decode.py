@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ pytest.importorskip("triton")  # whose kernel combines splits in graphs
 from attn_ops.kernels.cuda import decode
 from helpers.cases import Case
 from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
+from helpers.cuda_host.faults import Planted, host_with, noticed
 from helpers.harness import Setup
 
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan
@@ -172,13 +172,6 @@ def test_plans_of_extremes_stay_in_bounds(field: str, value: int, eager: bool) -
     assert not message or "race between clusters" in message  # two CTAs of such a plan may write one row
 
 
-class Planted(NamedTuple):
-    """A fault, and what the machine or the oracle says of it."""
-
-    fault: Fault
-    message: str
-
-
 FAULTS = {
     "no arrival": Planted(
         Fault("arrive_by_warp(shared_address(&shared.empty[stage]));", ""), "deadlock(.|\n)*wait at decode_producer.cuh"
@@ -261,24 +254,18 @@ ROPE_FAULTS = {
 
 @pytest.mark.parametrize("name", ["", *ROPE_FAULTS])
 def test_faults_of_rope_are_noticed(name: str) -> None:
-    faults = [one.fault for one in ROPE_FAULTS.values()]
-    host = Host(faults=faults, planted=1 + list(ROPE_FAULTS).index(name) if name else 0)
-    noticed = pytest.raises(AssertionError, match=ROPE_FAULTS[name].message) if name else contextlib.nullcontext()
     setup = Setup("decode", _case("RoPE", **ROPE, kv_lens=(300, 0, 400, 200), planner={"num_ctas": 1}))
-    with noticed:
-        setup.check(*_run(setup, host, eager=True), **setup.tolerance("cuda"))
+    with noticed(ROPE_FAULTS, name):
+        setup.check(*_run(setup, host_with(ROPE_FAULTS, name, sms=3), eager=True), **setup.tolerance("cuda"))
 
 
 @pytest.mark.parametrize("name", ["", *FAULTS])
 def test_faults_are_noticed(name: str) -> None:
     """And the same source without one is not."""
-    faults = [one.fault for one in FAULTS.values()]
-    host = Host(faults=faults, planted=1 + list(FAULTS).index(name) if name else 0)
-    noticed = pytest.raises(AssertionError, match=FAULTS[name].message) if name else contextlib.nullcontext()
     ctas = 3 if "splits" in name else 1
     case = _case("faults", kv_lens=(300, 0, 400, 200), sm_scale=2.0, planner={"num_ctas": ctas})
     setup = Setup("decode", case)
     if name == "no turn after an item without tokens":
         setup.planner.state.work[1, WORK_FIELDS.index("kv_end")] = 0
-    with noticed:
-        setup.check(*_run(setup, host, eager=True), **setup.tolerance("cuda"))
+    with noticed(FAULTS, name):
+        setup.check(*_run(setup, host_with(FAULTS, name, sms=3), eager=True), **setup.tolerance("cuda"))

@@ -20,16 +20,6 @@ REGISTERS = 2
 SPILLED_AGAIN = 8
 """How many more bytes of a thread may be spilled: nvrtc spills 8 more of the same sources in some processes."""
 
-SPILL_BYTES = 80
-"""Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
-exponentials of a soft cap."""
-
-TOKENS_SPILL_BYTES = 96
-"""The same of images that copy tokens, whose producers spill some words too."""
-
-MASK_SPILL_BYTES = 120
-"""The same of images that read a custom mask, whose scheduler has 32 registers with three consumers."""
-
 SHARED_MEMORY, REGISTER_FILE = 228 << 10, 255
 """Of a CTA, in bytes, with the KiB that the system reserves; and of a thread."""
 
@@ -39,12 +29,12 @@ def measured() -> dict[str, Usage]:
     return measure()
 
 
-def test_kernels_fit_and_hardly_spill(measured: dict[str, Usage]) -> None:
+def test_kernels_fit(measured: dict[str, Usage]) -> None:
+    """What attention kernels may spill is in their tests. The others spill nothing."""
     for name, row in measured.items():
         assert row.shared <= SHARED_MEMORY, name
-        spills = TOKENS_SPILL_BYTES if "KV_CP_ASYNC" in name else SPILL_BYTES
-        assert row.stack <= (MASK_SPILL_BYTES if "CUSTOM_MASK" in name else spills), name
         assert row.registers <= REGISTER_FILE, name
+        assert row.stack == 0 or not name.startswith("merge_state"), name
 
 
 REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.function not in ("decode", "mla_swap_ab")]

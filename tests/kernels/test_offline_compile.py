@@ -90,7 +90,7 @@ def test_decode_fits_the_predicted_shared_memory(capability: int) -> None:
             kv_dtype, halves = options.get("kv_dtype", dtype), options.get("pos_encoding") == "ROPE_LLAMA"
             short = short_stages(kv_dtype, 16 * options.get("pages", 10_000), 33)
             tile = decode_tile(torch.device("cpu"), dtype, dim, dim, heads[0] // heads[1], kv_dtype, halves, short)
-            exchanged = halves or dtype == torch.float32
+            exchanged = halves or (dtype == torch.float32 and kv_dtype != dtype)
             sizes = (tile.heads, tile.dim_qk * (1 + halves), tile.dim_vo, dtype.itemsize, kv_dtype.itemsize, exchanged)
             bound = shared_bytes(tile.kv, tile.options.num_stages, *sizes)
             for kernel, _ in compiled[:2]:

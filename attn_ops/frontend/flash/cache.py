@@ -16,10 +16,12 @@ from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.prepared_call import OpCall
 from attn_ops.errors import ArgumentError, PageTableError, ShapeError, fail
-from attn_ops.frontend.arguments import positive, required
+from attn_ops.frontend.arguments import positive, ranked, required
 from attn_ops.frontend.block_tables import block_table, check_block_table, lengths, too_long
 from attn_ops.frontend.call_plans import BlockTables
-from attn_ops.frontend.flash.calls import FlashCall, Result
+from attn_ops.frontend.flash.arguments import Descales
+from attn_ops.frontend.flash.cache_checks import check_latent
+from attn_ops.frontend.flash.calls import PAGED_CACHE, FlashCall, Result, check_heads
 from attn_ops.frontend.flash.chunks import PagedChunks, by_token, without_padding
 from attn_ops.frontend.flash.metadata import (
     BatchForm,
@@ -28,7 +30,7 @@ from attn_ops.frontend.flash.metadata import (
     check_given,
     nothing_appended,
 )
-from attn_ops.frontend.flash.rotary import Rotary
+from attn_ops.frontend.flash.plan_spec import cache_spec
 from attn_ops.frontend.kv_cache import has_pages_in_a_row, pages_of_one
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.shared_plans import Found, Scheduled, shared
@@ -92,7 +94,7 @@ class CacheBatch(NamedTuple):
     cu_seqlens_q     int ``[batch + 1]``; None for the same number of rows per request
     appended         new tokens of the batch
     cu_new           int ``[batch + 1]``: their cumulative numbers; None for the same number per request
-    places           pages, or rows of a dense cache, that ``table`` may name
+    cache_pages      pages, or rows of a dense cache, that ``table`` may name
     cache_batch_idx  int ``[batch]``: the row of the table, or of the dense cache, of each request; None: in order
     leftpad          int ``[batch]``: the place of a request's first token; None: 0
     chunk            keys of a chunk, to whose rows alone they are visible; 0: all
@@ -108,7 +110,7 @@ class CacheBatch(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     appended: int = 0
     cu_new: Tensor | None = None
-    places: int = INT32_MAX
+    cache_pages: int = INT32_MAX
     cache_batch_idx: Tensor | None = None
     leftpad: Tensor | None = None
     chunk: int = 0
@@ -195,7 +197,7 @@ class CacheBatch(NamedTuple):
         return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity, self.table_name)
 
     def has_capacity(self, where: str) -> bool:
-        """Whether the cache has places for the append, unless lengths are on a GPU. Longer caches are an error."""
+        """Whether the cache has capacity for the append, unless lengths are on a GPU. Longer caches are an error."""
         capacity = self.spec.page_size * (1 if self.table is None else self.table.shape[-1])
         given = [t for t in (*self.lengths.tensors(), self.cu_new) if t is not None]
         if not self.appended or is_traced() or not all(map(seen, given)):
@@ -205,7 +207,7 @@ class CacheBatch(NamedTuple):
         return bool((before + host.new_indptr(where).diff() <= capacity).all())
 
     def check_places(self, where: str) -> None:
-        """A table on the host names places of the cache, as far as tokens of known lengths are there.
+        """A table on the host names pages of the cache, as far as tokens of known lengths are there.
 
         In every call: layers share a plan, and their caches may have different sizes.
         """
@@ -214,7 +216,7 @@ class CacheBatch(NamedTuple):
             return
         host = self._replace(device=torch.device("cpu"))
         if self.cache_batch_idx is not None:
-            rows, what = (self.places, "cache") if self.table is None else (self.table.shape[0], "block table")
+            rows, what = (self.cache_pages, "cache") if self.table is None else (self.table.shape[0], "block table")
             row = self.cache_batch_idx.long()  # PyTorch compares no uint32, and int16 within its range alone
             wrong = (row < 0) | (row >= rows)
             if wrong.any():
@@ -226,7 +228,7 @@ class CacheBatch(NamedTuple):
         self._check_number(where, capacity)
         after = host.after(where, capacity)
         padding, name = self._check_leftpad(where, host), self.table_name or "block_table"
-        check_block_table(where, name, table, after[:, None], self.spec.page_size, self.places, padding)
+        check_block_table(where, name, table, after[:, None], self.spec.page_size, self.cache_pages, padding)
 
     def _check_leftpad(self, where: str, host: CacheBatch) -> Tensor:
         """int32 ``[batch, 1]`` on the host: padding, which ends where the cache does at the latest."""
@@ -275,7 +277,7 @@ class CacheBatch(NamedTuple):
         after = seqlens + self.appended // max(1, self.requests)
         return after if seqlens <= capacity < after else 0
 
-    def metadata(self, where: str, given: Any) -> Found:
+    def metadata(self, where: str, given: SchedulerMetadata | None) -> Found:
         """``given``, which is checked, or shared or new metadata.
 
         Metadata that was made without a table of this call is of no use to it: its results do not depend on it.
@@ -287,14 +289,15 @@ class CacheBatch(NamedTuple):
                 checked = GivenMetadata(
                     where,
                     made.plan.kv_indptr.shape[0] - 1 if self.chunk else self.requests,
-                    self.places * (self.spec.page_size if known.by_tokens else 1),
+                    self.cache_pages * (self.spec.page_size if known.by_tokens else 1),
                     tuple(t for t in self._lengths_and_tables() if t is not None),
                 )
                 checked.check(made)
                 return Found(made, given=functools.partial(checked.lookup, made))
         self.check_places(where)
         key, tensors = ("cache", self.spec, self.form, self.lengths.key()), self._lengths_and_tables()
-        found = shared(key, tensors, self.device, lambda: self.make(where), self.places if any(self._given) else 0)
+        cache_pages = self.cache_pages if any(self._given) else 0
+        found = shared(key, tensors, self.device, lambda: self.make(where), cache_pages)
         if is_traced() or self.device.type != "cpu":
             return found
         present = [t is not None for t in self._lengths_and_tables()]
@@ -421,36 +424,43 @@ class CacheTensors(NamedTuple):
         return FlashCall(call, result, views, self.append(metadata), found)
 
 
-def rotate(
+def paged_varlen_attention(
     where: str,
-    rotary: Rotary,
     q: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    k_cache: Tensor,
-    batch: CacheBatch,
-    lengths_before: CacheLengths,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    table: Tensor,
     options: AttentionOptions,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The query rows, and the new keys with their values, at their positions.
-
-    Those of a request begin at ``lengths_before``. Row i of the query has position ``start + i`` where a mask compares
-    positions; otherwise all rows have position ``start``.
-    """
-    required(where, k=new)
-    assert new is not None
-    k, v = new
-    if k.shape[-1] != k_cache.shape[-1]:
-        shown = f"k has head_dim {k.shape[-1]}"
-        fail(ShapeError, where, shown, f"{k_cache.shape[-1]} as in k_cache", "make them agree")
-    starts = lengths_before.before(where, batch.requests, INT32_MAX, q.device)
-    by_row = options.causal or batch.chunk > 0 or max(options.window_left, options.window_right) >= 0
-    qo_indptr, new_indptr = batch.qo_indptr(where), batch.new_indptr(where)
-
-    def places(indptr: Tensor, rows: int, steps: bool) -> Tensor:
-        request, position = call_op("batch_indices_positions", indptr, starts + indptr.diff(), rows)
-        return position if steps else starts[request.clamp(min=0)]
-
-    old, added = places(qo_indptr, batch.rows, by_row), places(new_indptr, batch.appended, True)
-    for positions in (added, old):
-        rotary.check(where, positions)
-    return rotary.apply(q, old), (rotary.apply(k, added), v)
+    descales: Descales,
+    result: Result,
+    scheduler_metadata: SchedulerMetadata | None,
+    *,
+    qv: Tensor | None,
+    chunk: int,
+) -> FlashCall:
+    """``flash_attn_varlen_func`` of ``q [total_q, ...]`` over ``k, v [pages, page_size, ...]`` by a block table."""
+    if seqused_k is None:
+        required(where, cu_seqlens_k=cu_seqlens_k)
+    for name, t in (("k", k), ("v", v)):
+        ranked(where, name, t, PAGED_CACHE)
+    check_heads(where, q, k, v, qv)
+    check_latent(where, q, qv, (k, v), options)
+    batch = CacheBatch(
+        spec=cache_spec(q, k, v, qv, options, decode=False),
+        table=table,
+        requests=table.shape[0],
+        lengths=CacheLengths.of(where, "seqused_k", seqused_k, None if seqused_k is not None else cu_seqlens_k),
+        rows=q.shape[0],
+        device=q.device,
+        cu_seqlens_q=cu_seqlens_q,
+        cache_pages=k.shape[0],
+        chunk=chunk,
+        table_name="block_table",
+    )
+    found = batch.metadata(where, scheduler_metadata)
+    tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.value, k.shape[1])
+    scales = descales.of_rows(where, q, k, batch.requests, cu_seqlens_q)
+    return tensors.attend(where, found, options, scales, result, CacheArguments(q, qv, k, v))

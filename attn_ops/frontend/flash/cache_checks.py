@@ -92,9 +92,8 @@ def new_tokens(
     """The tokens to append, ``[appended, num_kv_heads, head_dim]``."""
     if k is None and v is None:
         return None
-    required(where, k=k, v=v, cache_seqlens=cache_seqlens)
-    assert k is not None
-    assert v is not None
+    k, v = required(where, k=k, v=v)
+    required(where, cache_seqlens=cache_seqlens)
     for name, t in (("k", k), ("v", v)):
         ranked(where, name, t, DENSE if cu_seqlens_k_new is None else VARLEN)
         if cu_seqlens_k_new is None and (t.shape[0] != requests or t.shape[1] != k.shape[1]):

@@ -1,4 +1,4 @@
-"""Calls of FlashAttention's functions without a KV cache: their batches, the plans of these, and the ops."""
+"""Calls of FlashAttention's functions: their result, and those without a KV cache with their batches and plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import OpCall
+from attn_ops.eager.prepared_call import Executable, OpCall
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.autocast import joined
@@ -89,6 +89,24 @@ class FlashCall(NamedTuple):
             views=self.views,
             before=() if self.append is None else (self.append,),
         )
+
+
+class ProbabilitiesCall(NamedTuple):
+    """A call with LSE whose result is that of FlashAttention 2's ``return_attn_probs``: ``(out, lse, None)``.
+
+    The probabilities, which are for tests and exist with dropout alone, are never stored.
+    """
+
+    call: Executable
+
+    def execute(self) -> Any:
+        return *self.call.execute(), None
+
+    def op_call(self) -> OpCall:
+        found = self.call.op_call()
+        finalize = found.finalize
+        assert finalize is not None
+        return found._replace(finalize=lambda *outputs: (*finalize(*outputs), None), destinations=None)
 
 
 def _append(append: OpCall) -> None:
@@ -186,7 +204,7 @@ def dense_attention(
     found = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
     source = Scheduled(found.value, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales)
-    return FlashCall(call, result, views, None, found)
+    return FlashCall(call, result, views, found=found)
 
 
 def varlen_attention(
@@ -223,7 +241,7 @@ def varlen_attention(
     found = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
     source = Scheduled(found.value, (q.shape[-1], v.shape[-1]))
     call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(q), scales)
-    return FlashCall(call, result, (), None, found)
+    return FlashCall(call, result, found=found)
 
 
 def unpack(where: str, name: str, packed: Tensor, parts: int, dims: str) -> tuple[Tensor, ...]:

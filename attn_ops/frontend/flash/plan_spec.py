@@ -62,6 +62,6 @@ def spec_of_sizes(
 def cache_spec(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, options: AttentionOptions, *, decode: bool
 ) -> PlanSpec:
-    """:func:`spec_of_sizes` of caches ``[places, page_size, num_kv_heads, head_dim]``."""
+    """:func:`spec_of_sizes` of caches ``[pages, page_size, num_kv_heads, head_dim]``."""
     head_dims = q.shape[-1] + (0 if qv is None else qv.shape[-1]), v.shape[-1]
     return spec_of_sizes((q.shape[-2], k.shape[-2]), head_dims, k.shape[1], options, q.dtype, k.dtype, decode=decode)

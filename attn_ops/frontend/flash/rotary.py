@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
@@ -17,8 +18,12 @@ from attn_ops.errors import (
     fail,
     shape_of,
 )
+from attn_ops.frontend.arguments import required
 from attn_ops.frontend.autocast import joined
+from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import seen
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.typed import optional_flags
 
 
@@ -83,3 +88,36 @@ class Rotary(NamedTuple):
         pair = first * cos - second * sin, second * cos + first * sin
         out = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
         return joined(torch.cat, (out.to(x.dtype), rest), -1)
+
+
+def rotate(
+    where: str,
+    rotary: Rotary,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    k_cache: Tensor,
+    batch: CacheBatch,
+    lengths_before: CacheLengths,
+    options: AttentionOptions,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The query rows, and the new keys with their values, at their positions.
+
+    Those of a request begin at ``lengths_before``. Row i of the query has position ``start + i`` where a mask compares
+    positions; otherwise all rows have position ``start``.
+    """
+    ((k, v),) = required(where, k=new)
+    if k.shape[-1] != k_cache.shape[-1]:
+        shown = f"k has head_dim {k.shape[-1]}"
+        fail(ShapeError, where, shown, f"{k_cache.shape[-1]} as in k_cache", "make them agree")
+    starts = lengths_before.before(where, batch.requests, INT32_MAX, q.device)
+    by_row = options.causal or batch.chunk > 0 or max(options.window_left, options.window_right) >= 0
+    qo_indptr, new_indptr = batch.qo_indptr(where), batch.new_indptr(where)
+
+    def positions_of(indptr: Tensor, rows: int, steps: bool) -> Tensor:
+        request, position = call_op("batch_indices_positions", indptr, starts + indptr.diff(), rows)
+        return position if steps else starts[request.clamp(min=0)]
+
+    of_q, of_k = positions_of(qo_indptr, batch.rows, by_row), positions_of(new_indptr, batch.appended, True)
+    for positions in (of_k, of_q):
+        rotary.check(where, positions)
+    return rotary.apply(q, of_q), (rotary.apply(k, of_k), v)

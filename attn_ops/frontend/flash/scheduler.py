@@ -97,8 +97,8 @@ def get_scheduler_metadata(
     window = arguments.window(where, window_size, causal)
     value_dim = headdim if headdim_v is None else headdim_v
     tensors = (cache_seqlens, table, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, cache_batch_idx)
-    found = next((t.device for t in tensors if isinstance(t, Tensor)), None)
-    on = torch.device(device) if device is not None else found or torch.empty(0).device
+    if device is None:
+        device = next((t.device for t in tensors if isinstance(t, Tensor)), None) or torch.empty(0).device
     spec = spec_of_sizes(
         (num_heads_q, num_heads_kv),
         (headdim + (value_dim if has_qv else 0), value_dim),
@@ -109,15 +109,15 @@ def get_scheduler_metadata(
         decode=runs_decode(max_seqlen_q if cu_seqlens_q is None else None, has_qv, chunk),
     )
     batch = CacheBatch(
-        spec,
-        table,
-        batch_size,
-        CacheLengths.of(where, "cache_seqlens", cache_seqlens),
-        rows,
-        on,
-        cu_seqlens_q,
-        appended,
-        cu_seqlens_k_new,
+        spec=spec,
+        table=table,
+        requests=batch_size,
+        lengths=CacheLengths.of(where, "cache_seqlens", cache_seqlens),
+        rows=rows,
+        device=torch.device(device),
+        cu_seqlens_q=cu_seqlens_q,
+        appended=appended,
+        cu_new=cu_seqlens_k_new,
         cache_batch_idx=cache_batch_idx,
         leftpad=cache_leftpad,
         chunk=chunk,

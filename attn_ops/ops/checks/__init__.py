@@ -1,9 +1,8 @@
 """One contract for real and fake: every op's arguments are checked here, with the same words.
 
-``CHECKS[op](*args, **kwargs)`` takes the op's arguments, raises a typed error before anything is
-written, and returns the :class:`~attn_ops.ops.backends.Problem` from which a backend is chosen. Only
-shapes, strides, dtypes and devices are looked at, never contents: that is the validating planner's
-work (:mod:`attn_ops.plan.page_table_checks`).
+``CHECKS[op](*args, **kwargs)`` takes the op's arguments, raises a typed error before anything is written, and returns
+the :class:`~attn_ops.ops.backends.Problem` from which a backend is chosen. Only shapes, strides, dtypes and devices are
+looked at, never contents: that is the validating planner's work (:mod:`attn_ops.plan.page_table_checks`).
 """
 
 from __future__ import annotations

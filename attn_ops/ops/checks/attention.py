@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_ops.errors import OptionError, PlanError, ShapeError
 from attn_ops.ops.backends import MemoryLayout, Problem
-from attn_ops.ops.checks.checker import OpChecker, caches, memory_layout
+from attn_ops.ops.checks.checker import OpChecker, Plan, caches, memory_layout
 from attn_ops.ops.fp8_queries import QUERY
 from attn_ops.ops.options import DENSE_DIMS, FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
@@ -74,13 +74,13 @@ def _attention(
 
 def _planned(
     op: OpChecker,
-    kind: type[DecodePlan] | type[PrefillPlan],
+    kind: type[Plan],
     problem: Problem,
     q: Tensor,
     plan: Sequence[Tensor],
     workspace: Tensor,
     options: AttentionOptions,
-) -> tuple[Any, Problem]:
+) -> tuple[Plan, Problem]:
     """The plan, which must be one for this problem, and its workspace large enough; and the problem as planned."""
     typed = op.plan(plan, kind, q)
     if kind is PrefillPlan:
@@ -229,7 +229,7 @@ def block_sparse_prefill(
     return problem
 
 
-def _of_matrix(op: OpChecker, planned: PlanProblem, tokens: Any, causal: bool) -> None:
+def _of_matrix(op: OpChecker, planned: PlanProblem, tokens: int, causal: bool) -> None:
     """A sparse planner's plan is for one number of keys, and causal or not. Wrappers, whose plans vary, check both."""
     if not planned.matrix_keys:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from attn_ops.plan.plan_checks import check_groups, check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
 from attn_ops.symbolic_sizes import guard_or_false
 from attn_ops.typed import check_no_overlap
+
+Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles": 2, "split_counters": 2}
 """Ranks of the fields of a plan that are not vectors."""
@@ -75,11 +77,11 @@ class OpChecker:
         if not t.shape[0]:
             self.fail(ShapeError, f"{name} is [0]", f"{dims}, which is [1] where there are none", "pass one 0")
 
-    def size(self, name: str, dim: str, actual: Any, expected: Any, source: str) -> None:
+    def size(self, name: str, dim: str, actual: int, expected: int, source: str) -> None:
         if actual != expected:
             self.fail(ShapeError, f"{name} has {dim} {actual}", f"{expected} as in {source}", "make the two agree")
 
-    def capacity(self, needed: Any, capacity: Any, what: str, expected: str, fix: str) -> None:
+    def capacity(self, needed: int, capacity: int, what: str, expected: str, fix: str) -> None:
         """``needed`` is at most ``capacity``. The texts have ``{needed}`` and ``{capacity}`` in the place of both."""
         if needed > capacity:
             texts = (text.format(needed=needed, capacity=capacity) for text in (what, expected, fix))
@@ -145,7 +147,7 @@ class OpChecker:
                 f"convert {query}, or {first} and {second}",
             )
 
-    def plan(self, plan: Sequence[Tensor], kind: type[DecodePlan] | type[PrefillPlan], like: Tensor | None) -> Any:
+    def plan(self, plan: Sequence[Tensor], kind: type[Plan], like: Tensor | None) -> Plan:
         """The plan as its NamedTuple, its fields checked for number, rank, dtype, device and size."""
         if len(plan) != len(kind._fields):
             self.fail(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ def _page_table(
     kv_indptr: Tensor,
     kv_indices: Tensor,
     kv_last_page_len: Tensor,
-    plan: Any,
+    plan: DecodePlan | PrefillPlan,
     seq_lens: Tensor | None,
 ) -> None:
     device = plan.kv_len
