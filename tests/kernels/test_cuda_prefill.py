@@ -41,7 +41,7 @@ exponentials of a soft cap."""
 TOKENS_SPILL_BYTES = 96
 """The same of images that copy tokens, whose producers spill some words too."""
 
-MASK_SPILL_BYTES = 120
+MASK_SPILL_BYTES = 128
 """The same of images that read a custom mask, whose scheduler has 32 registers with three consumers."""
 
 
@@ -56,6 +56,8 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     has_160_registers = key[:2] == (64, 64) and (key.rows == "few" or not converters)  # and long tiles
     if key[:2] == (128, 128) and key.dtype == E4M3:
         return (5, 0)  # the fifth is a sum
+    if key.fp8 and key.head_dim_vo == 256 and key.dtype != E4M3:
+        return (1, 0)
     return (4, 0) if has_160_registers else (0, 0)
 
 
