@@ -55,10 +55,8 @@ def _copy_page_table(
 
 def _is_for_the_reference(plan: DecodePlan | PrefillPlan, problem: PlanProblem, seq_lens: Tensor | None) -> bool:
     """Whether the plan is large, may have splits, or is for the keys of one rank."""
-    if isinstance(plan, DecodePlan):
-        may_split = plan.cta_indptr.shape[0] != 2 or problem.split > 0
-    else:
-        may_split = plan.split_tiles.shape[0] > 0 or problem.split > 0
+    one = plan.cta_indptr.shape[0] == 2 if isinstance(plan, DecodePlan) else plan.split_tiles.shape[0] == 0
+    may_split = not one or problem.split > 0
     of_rank = seq_lens is not None or ContextShard.of_problem(problem) is not None
     return plan.work.shape[0] > MAX_NUMBERS or may_split or of_rank
 

@@ -32,7 +32,7 @@ struct Arguments {
 struct LogitScale {
   float factor;
   float cap, to_cap;      // a logit divided by the cap is the product by to_cap
-  const float* of_keys;   // the scale of FP8 keys, if it comes before: else null
+  bool keys_before;       // the scale of FP8 keys comes before
   float scale;            // of logits, with that of the keys unless that comes before
   bool before_bias;       // `scale` comes before: else the bias of ALiBi is divided by it
   float after_bias;       // what remains of it
@@ -40,10 +40,10 @@ struct LogitScale {
   DEVICE explicit LogitScale(const Arguments& arguments) : cap(arguments.cap) {
     // 0, negative ones and those out of range come before.
     const auto in_range = [](float x) { return x >= kLeastScale && x <= kMostScale; };
-    of_keys = arguments.results.kv_scale;
+    const float* of_keys = arguments.results.kv_scale;
     const float of_both = arguments.scale * (of_keys ? of_keys[0] : 1.f);
-    scale = arguments.scale;
-    if (!of_keys || in_range(of_both)) scale = of_both, of_keys = nullptr;
+    keys_before = of_keys && !in_range(of_both);
+    scale = keys_before ? arguments.scale : of_both;
     before_bias = kAlibi && !in_range(scale);
     after_bias = before_bias ? 1.f : scale;
     factor = cap > 0 ? cap * kLog2e : after_bias * kLog2e;
@@ -51,7 +51,7 @@ struct LogitScale {
   }
 
   // Nothing comes before the softmax.
-  DEVICE bool plain() const { return !of_keys && cap <= 0 && !kAlibi; }
+  DEVICE bool plain() const { return !keys_before && cap <= 0 && !kAlibi; }
 };
 
 // From a part of the columns of a tile of values to the next, in a descriptor.
@@ -104,13 +104,14 @@ struct ConsumerUnit {
 
   DEVICE bool exists() const { return stored >= 0; }
 
-  DEVICE void limit(DivideByGroup row_of, int first_line, bool plain) {
+  // `plain`: nothing but the mask comes between the logits and the softmax.
+  DEVICE void set_bounds(DivideByGroup row_of, int first_line, bool plain) {
     remainder = uniform(block.remainder);
     tiles = (end - start + kTile - 1) / kTile;
     const int last_row = row_of(remainder + first_line + kPackedRows - 1);
     visible_begin = low + last_row, visible_end = min(end, high + row_of(remainder + first_line));
     all_rows = last_row < stored;
-    plain_end = uniform(plain && !kCustomMask ? visible_end : 0);  // now: not in each tile, behind the wait for QK
+    plain_end = uniform(plain && !kCustomMask ? visible_end : 0);  // once: the compiler would do it for each tile
   }
 
   DEVICE int first_token(int tile) const { return start + tile * kTile; }
@@ -224,7 +225,7 @@ struct Consumer {
 
   // The state of unit n before its first KV tile.
   DEVICE void begin(uint32 n, ConsumerUnit& unit) {
-    unit.limit(row_of, first_line, scale.plain());
+    unit.set_bounds(row_of, first_line, scale.plain());
     const int first_column = threadIdx.x % 4 * 2;  // of this thread in a KV tile, to which low and high are relative
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -243,7 +244,7 @@ struct Consumer {
     for (float& x : factors) x = scale.factor;
 #if FEW_ROWS
     query_scales = shared.query_scales[n % kQueries] + line;
-    scales_logits = arguments.scales_queries && (scale.cap > 0 || scale.of_keys);
+    scales_logits = arguments.scales_queries && (scale.cap > 0 || scale.keys_before);
     if (arguments.scales_queries && !scales_logits)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
@@ -313,7 +314,7 @@ struct Consumer {
 #if FEW_ROWS
     if (scales_logits) multiply_rows(logits, query_scales);
 #endif
-    if (scale.of_keys) multiply(logits, scale.of_keys[0]);
+    if (scale.keys_before) multiply(logits, arguments.results.kv_scale[0]);
 #if ALIBI
     if (scale.before_bias) multiply(logits, scale.scale);
     add_bias(logits, rows, slopes, first, unit.block.bias_row, unit.low);

@@ -56,7 +56,7 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     has_160_registers = key[:2] == (64, 64) and (key.rows == "few" or not converters)  # and long tiles
     if key[:2] == (128, 128) and key.dtype == E4M3:
         return (5, 0)  # the fifth is a sum
-    if key.fp8 and key.head_dim_vo == 256 and key.dtype != E4M3:
+    if key[:2] == (256, 256) and key.rows == "few":
         return (1, 0)
     return (4, 0) if has_160_registers else (0, 0)
 
