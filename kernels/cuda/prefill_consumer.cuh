@@ -42,8 +42,8 @@ struct LogitScale {
     const auto in_range = [](float x) { return x >= kLeastScale && x <= kMostScale; };
     const float* of_keys = arguments.results.kv_scale;
     const float of_both = arguments.scale * (of_keys ? of_keys[0] : 1.f);
-    keys_before = of_keys && !in_range(of_both);
-    scale = keys_before ? arguments.scale : of_both;
+    scale = arguments.scale, keys_before = true;
+    if (!of_keys || in_range(of_both)) scale = of_both, keys_before = false;
     before_bias = kAlibi && !in_range(scale);
     after_bias = before_bias ? 1.f : scale;
     factor = cap > 0 ? cap * kLog2e : after_bias * kLog2e;
