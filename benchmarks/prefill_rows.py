@@ -165,6 +165,8 @@ PREFILL_FP8_ROWS: tuple[PrefillRow, ...] = (
     _fp8(_prefill(8, 2048, 2048, None), query=True),
     _fp8(_prefill(64, 512, 512, None), query=True),
     _fp8(_prefill(32, 4, 4096, None, heads=(64, 8))),
+    _fp8(_prefill(8, 512, 8192, None, dims=(512, 512), heads=(8, 2))),
+    _fp8(_prefill(32, 4, 4096, None, dims=(512, 512), heads=(32, 4))),
 )
 
 MLA_ROWS: tuple[MlaRow, ...] = (

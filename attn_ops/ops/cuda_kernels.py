@@ -20,40 +20,37 @@ CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 
 CUDA_PAGE = 8
-"""Tokens that pages are a multiple of where TMA loads them for the CUDA decode and prefill kernels: those of a swizzled
-group of rows."""
+"""TMA loads pages for the CUDA decode and prefill kernels if the page size is a multiple of it, the tokens of a
+swizzled group of rows."""
 
 CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
 CUDA_DECODE_PAIR_BYTES = 128
-"""Bytes of a token of one KV head, at most, where a CTA of the CUDA decode kernel has two KV heads, if their number is
-even."""
+"""A CTA of the CUDA decode kernel has two KV heads if a token of one head has at most so many bytes, and the number of
+heads is even."""
 
 CUDA_DECODE_PACKED_ROWS = (8, 16)
-"""Query heads of a KV head that the CUDA decode kernels take."""
+"""Largest group sizes of the specializations of the CUDA decode kernel."""
 
 CUDA_DECODE_PAGE = 16
-"""Page sizes of the CUDA decode kernel are multiples of it. Others give boxes of 8 tokens, with which it is slower than
-the general kernel for FP8 caches, and for 16-bit heads of 64 whose number is odd."""
+"""Page sizes of the CUDA decode kernel are multiples of it. Other page sizes would give boxes of 8 tokens, with which
+the kernel is slower than the general one for FP8 caches, and for an odd number of 16-bit heads of 64."""
 
 CUDA_PREFILL_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)})
 """``(head_dim_qk, head_dim_vo)`` of the CUDA prefill kernel."""
 
-CUDA_PREFILL_KV_FP8_HEAD_DIMS = CUDA_PREFILL_HEAD_DIMS - {(512, 512)}
-"""The same where it converts FP8 keys and values."""
-
 CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
-"""The same where both products are of FP8."""
+"""``(head_dim_qk, head_dim_vo)`` of the kernel whose two products are of FP8."""
 
 CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
 """Head dims that have another 16-bit kernel, with three consumers, for the query tiles of large batches."""
 
 CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS = frozenset({(512, 512)})
-"""Head dims that have another 16-bit kernel for query tiles of one consumer's rows, which its consumers share."""
+"""Head dims that have another kernel for query tiles of one consumer's rows, which its consumers share."""
 
 CUDA_PREFILL_FEW_ROWS_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
-"""Head dims that have another kernel for pages of FP8 that it converts, for query tiles of one consumer's rows."""
+"""Head dims that have another kernel for FP8 pages that are converted, for query tiles of one consumer's rows."""
 
 CUDA_PREFILL_ROPE_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """Head dims of the kernel that rotates queries and keys."""
@@ -67,26 +64,26 @@ CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 CUDA_PREFILLS = (*CUDA_PAGED_PREFILLS, "ragged_prefill", "single_prefill")
 
 CUDA_PREFILL_GROUP = 1 << 15
-"""Largest group size for which the division of the kernel, a multiplication, is exact."""
+"""Largest group size for which the kernel's division by it, done as a multiplication, is exact."""
 
 CUDA_MERGE_VECTORS = 128
-"""Vectors of the longest rows that CUDA kernels merge: those of a CTA."""
+"""Vectors of the longest row that the CUDA kernels merge, in one CTA."""
 
 CUDA_MLA_PAGE = 64
-"""Tokens that a page is a multiple of where TMA loads it for CUDA MLA: those of a KV tile."""
+"""TMA loads pages for CUDA MLA if the page size is a multiple of it, the tokens of a KV tile."""
 
 CUDA_MLA_SWAPPED_ROWS = (16, 32)
-"""Packed rows of units with swapped operands, the second where a 16-bit cache is copied by tokens."""
+"""Packed rows of units with swapped operands. The second size is for 16-bit caches that are copied by tokens."""
 
 
 class DecodeKey(NamedTuple):
     """A specialization of ``decode.cu``.
 
-    kv_heads     of a CTA, 1 or 2
-    packed_rows  of a KV head, at most
-    dtype        of the products, float16 with an FP8 cache
-    fp8          dtype of an FP8 cache
-    rope         it rotates queries and keys, of 16 bits
+    kv_heads     KV heads of a CTA, 1 or 2
+    packed_rows  most packed rows of a KV head
+    dtype        dtype of the products, float16 with an FP8 cache
+    fp8          dtype of an FP8 cache, else None
+    rope         whether it rotates queries and keys, of 16 bits
     """
 
     head_dim: int
@@ -106,15 +103,16 @@ class DecodeKey(NamedTuple):
 
 
 def cuda_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool) -> int:
-    """KV heads of a CTA of the CUDA decode kernel over a plan for 16-bit caches, or for FP8 ones."""
+    """KV heads of a CTA of the CUDA decode kernel over a plan for 16-bit caches, or with ``fp8`` for FP8 caches."""
     return 2 if head_dim * (1 if fp8 else 2) <= CUDA_DECODE_PAIR_BYTES and num_kv_heads % 2 == 0 else 1
 
 
 def planned_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool, num_ctas: int, device: torch.device) -> int:
-    """The same over a plan of ``num_ctas`` for each KV head.
+    """KV heads of a CTA of the CUDA decode kernel over a plan of ``num_ctas`` CTAs for each KV head.
 
-    A plan for 16-bit caches may serve an FP8 one. Its CTAs, of one KV head each, are all on the GPU at once: half as
-    many of two KV heads would leave SMs idle. Either runs every plan, so a symbolic ``num_ctas`` decides by its hint.
+    A plan for 16-bit caches may serve an FP8 cache. Its CTAs, of one KV head each, are all on the GPU at once: half as
+    many CTAs of two KV heads would leave SMs idle. Both specializations run every plan, so a symbolic ``num_ctas``
+    decides by its hint.
     """
     most, least = (cuda_decode_kv_heads(head_dim, num_kv_heads, of_fp8) for of_fp8 in (fp8, False))
     return most if most == least or guard_or_true(num_ctas * num_kv_heads > num_sms(device)) else least
@@ -123,13 +121,13 @@ def planned_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool, num_cta
 class PrefillKey(NamedTuple):
     """A specialization of ``prefill.cu``.
 
-    loads         how it loads keys and values, as :func:`kv_loads` says
-    dtype         of the query; of few rows with FP8 keys and values float16, in which these are multiplied
-    fp8           keys and values are of FP8
-    rows          of a query tile: ``"few"``, at most those of a consumer; ``"many"``, which fill three consumers;
-                  ``"any"``, the kernel for all others
-    custom_mask   a packed custom mask says what a row sees
-    pos_encoding  of 16-bit queries, keys and values
+    loads         how the kernel loads keys and values: a result of :func:`kv_loads`
+    dtype         the query's dtype; float16 for few rows and FP8 keys and values: their matrix products are in float16
+    fp8           whether keys and values are FP8
+    rows          packed rows of a query tile: ``"few"``, at most the rows of one consumer; ``"many"``, which fill three
+                  consumers; ``"any"`` for all other numbers of rows
+    custom_mask   whether a packed custom mask says which keys a row sees
+    pos_encoding  the positional encoding inside attention, of 16-bit queries
     """
 
     head_dim_qk: int
@@ -142,16 +140,16 @@ class PrefillKey(NamedTuple):
     pos_encoding: str = "NONE"
 
     def variants(self) -> list[PrefillKey]:
-        """This key, for any rows, and those of special kernels for few or many rows."""
+        """This key, for any rows, and the keys of special kernels for few or many rows."""
         dims = self.head_dim_qk, self.head_dim_vo
+        plain = self.pos_encoding == "NONE"
         converted = self.fp8 and self.dtype not in FP8
         keys = [self]
-        if converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS:
+        if plain and converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS:
             keys.append(self._replace(rows="few", dtype=torch.float16))
-        if not self.fp8 and dims in CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS:
+        if dims in CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS:
             keys.append(self._replace(rows="few"))
-        plain = not (self.fp8 or self.custom_mask) and self.pos_encoding == "NONE"
-        if plain and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
+        if plain and not (self.fp8 or self.custom_mask) and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
             keys.append(self._replace(rows="many"))
         return keys
 
@@ -159,7 +157,7 @@ class PrefillKey(NamedTuple):
 def kv_loads(paged: bool, page_size: int) -> str:
     """How CUDA prefill loads keys and values: ``ragged`` or in ``pages``, by TMA, or by ``tokens``, by cp.async.
 
-    The latter takes pages of any size.
+    Loads by tokens take pages of any size.
     """
     return "ragged" if not paged else "tokens" if page_size % CUDA_PAGE else "pages"
 
@@ -168,11 +166,11 @@ class MlaKey(NamedTuple):
     """A specialization of MLA.
 
     kernel     ``"mla"`` or ``"mla_swap_ab"``
-    unit_rows  packed rows of a unit. Two CTAs share KV tiles, by the multicast of TMA, in those of 128
+    unit_rows  packed rows of a unit. In units of 128 two CTAs share KV tiles by TMA multicast
     splits     CTAs that divide the KV tiles of a unit
-    dtype      of the query
-    fp8        the cache is of FP8
-    by_tokens  the cache is copied by tokens
+    dtype      dtype of the query
+    fp8        whether the cache is FP8
+    by_tokens  whether the cache is copied by tokens
     """
 
     kernel: str
@@ -189,7 +187,7 @@ def mla_by_tokens(page_size: int) -> bool:
 
 
 def cuda_mla_swapped_rows(fp8: bool, by_tokens: bool) -> tuple[int, ...]:
-    """Packed rows of the units in which CUDA MLA swaps its operands, for an FP8 cache and for one copied by tokens."""
+    """Packed rows of the units in which CUDA MLA swaps its operands."""
     return CUDA_MLA_SWAPPED_ROWS if by_tokens and not fp8 else CUDA_MLA_SWAPPED_ROWS[:1]
 
 

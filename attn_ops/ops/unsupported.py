@@ -24,7 +24,6 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_GROUP,
     CUDA_PREFILL_HEAD_DIMS,
-    CUDA_PREFILL_KV_FP8_HEAD_DIMS,
     CUDA_PREFILL_ROPE_HEAD_DIMS,
     CUDA_VECTOR,
     DecodeKey,
@@ -75,10 +74,10 @@ TRITON_OPTIONS = frozenset(
         *("pos_encoding", "rope_scale", "rope_theta", "out_dtype"),
     }
 )
-"""Options that the general Triton kernels implement, on one rank's part of the keys too."""
+"""Options that the general Triton kernels implement, also over the keys of one rank."""
 
 CPU_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
-"""PyTorch's function, which a release may not have."""
+"""PyTorch's flash attention for the CPU, a private function that a release may lack."""
 
 CPU_SDPA_OPTIONS = frozenset(
     {"sm_scale", "causal", "window_left", "window_right", "sinks", "kv_scale", "out_dtype", "rope_scale", "rope_theta"}
@@ -86,7 +85,7 @@ CPU_SDPA_OPTIONS = frozenset(
 """Options that the kernel for the CPU implements; those of RoPE have no effect without ``pos_encoding``."""
 
 POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right", "mask", "pos_encoding"})
-"""Options that depend on the positions of keys: on one of several ranks those are not consecutive."""
+"""Options that depend on the positions of keys, which are not consecutive on one of several ranks."""
 
 POSITION_NAMES = {"ROPE_LLAMA": "RoPE", "ALIBI": "ALiBi"}
 """Positional encodings in reasons."""
@@ -118,11 +117,12 @@ def _unimplemented(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, 
 
 
 def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
-    """The checks of :func:`_unimplemented` for a kernel that implements no positions on one rank's part of the keys."""
+    """The checks of :func:`_unimplemented` for a kernel without positional options over the keys of one rank."""
     unknown = _unimplemented(p, implemented)
     if p.context_ranks == 1:
         return unknown
-    needed = POSITIONAL_OPTIONS - {"causal"} if p.op == "batch_decode" else POSITIONAL_OPTIONS  # a decode row sees all
+    # A decode row sees all keys: "causal" masks none.
+    needed = POSITIONAL_OPTIONS - {"causal"} if p.op == "batch_decode" else POSITIONAL_OPTIONS
     positional = [name for name in p.options if name in needed & implemented]
     return unknown + [(False, f"it does not implement {name} on the keys of one rank") for name in positional]
 
@@ -140,7 +140,7 @@ def reference(p: Problem) -> list[str]:
 
 
 def cpu_tables(p: Problem) -> list[str]:
-    """Loops over the numbers of a plan, and copies of the rows that they place."""
+    """Planning and appends on the CPU by loops over the numbers of page tables."""
     return [] if p.device.type == "cpu" else [f"it runs on cpu, not {p.device.type}"]
 
 
@@ -213,7 +213,7 @@ def cuda_mla(p: Problem) -> list[str]:
 def kernel_unavailable(module: str, *keys: Hashable) -> str:
     """Why ``SPECIALIZATIONS[key]`` of ``kernels/cuda/{module}.py`` cannot be launched for each of ``keys``.
 
-    They are compiled if necessary.
+    Kernels that are not cached are compiled.
     """
     native = importlib.import_module("attn_ops.eager.captured_call")
     if not native.is_available():
@@ -224,7 +224,7 @@ def kernel_unavailable(module: str, *keys: Hashable) -> str:
 
 
 def _cuda(p: Problem, module: str, keys: Sequence[Hashable], checks: list[tuple[bool, str]]) -> list[str]:
-    """The reasons of a CUDA kernel, which takes the problem if ``checks`` hold: then those of ``keys`` are compiled."""
+    """The reasons of a CUDA kernel. If machine and ``checks`` pass, the specializations ``keys`` must compile too."""
     reasons = _machine_of_hopper(p) or _failed(checks)
     if reasons:
         return reasons
@@ -269,7 +269,7 @@ def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> b
 
 
 def needs_general_decode(dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str) -> bool:
-    """Whether only the general kernel decodes with these dtypes and this encoding, whatever the sizes."""
+    """Whether the general kernel alone decodes with these dtypes and this encoding, whatever the sizes."""
     encodings = ("NONE", "ROPE_LLAMA") if kv_dtype not in FP8 else ("NONE",)
     return dtype == torch.float32 or pos_encoding not in encodings
 
@@ -290,7 +290,7 @@ def cuda_decode(p: Problem) -> list[str]:
         (p.layout.joinable, UNJOINABLE),
         *_options(p, CUDA_DECODE_OPTIONS | ({"pos_encoding"} if rope else set())),
     ]
-    # Of a CTA of plans for 16-bit and for FP8 caches, each of which may serve both.
+    # KV heads of a CTA, of plans for 16-bit and for FP8 caches: a plan may serve both.
     kv_heads = {cuda_decode_kv_heads(dims[0], p.num_kv_heads, fp8) for fp8 in {False, p.kv_dtype in FP8}}
     sized = [] if _failed(sizes) else kv_heads
     keys = [DecodeKey.of(dims[0], n, group, p.dtype, p.kv_dtype, p.pos_encoding) for n in sized]
@@ -372,5 +372,12 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
 
 def cuda_prefill_fp8(p: Problem) -> list[str]:
     """FP8 keys and values of 16-bit queries, which are converted to 16 bits."""
-    checks = [_is_16_bit(p), (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"), *_has_prefill_maps(p)]
-    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"kv_scale"}, CUDA_PREFILL_KV_FP8_HEAD_DIMS)
+    rope = p.pos_encoding == "ROPE_LLAMA"
+    checks = [
+        _is_16_bit(p),
+        (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"),
+        (not (rope and "mask" in p.options), "it does not implement mask with RoPE and an FP8 cache"),
+        *_has_prefill_maps(p),
+    ]
+    options = CUDA_PREFILL_OPTIONS | {"kv_scale"} | ({"pos_encoding"} if rope else set())
+    return _cuda_prefill(p, checks, options, CUDA_PREFILL_ROPE_HEAD_DIMS if rope else CUDA_PREFILL_HEAD_DIMS)

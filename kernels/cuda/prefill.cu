@@ -3,14 +3,15 @@
 //
 // Compiled for HEAD_DIM_QK, HEAD_DIM_VO, PAGED, DTYPE (1 float16, 2 bfloat16: of the products), CONSUMERS, KV_CP_ASYNC
 // (1 if paged keys and values are copied token by token, from pages of any size), CUSTOM_MASK (1 with a packed custom
-// mask) and at most one of
-//     KV_FP8  1 if keys and values are FP8, and converted to the type of the query. With FEW_ROWS, for work items of at
-//             most 64 packed rows, all are converted to float16
+// mask) and some of
+//     KV_FP8  1 if keys and values are FP8, and converted to the type of the query
+//     FEW_ROWS  1 beside it for work items of at most 64 packed rows: queries, keys and values are converted to float16
 //     Q_FP8   1 if queries, keys and values are e4m3, and multiplied as such. DTYPE is then that of outputs "like the
 //             query"
 //     ROPE    1 if queries and keys are rotated by their positions (ROPE_LLAMA)
 //     ALIBI   1 if logits get the bias of ALiBi
 //     SHARED_ROWS  1 with heads of 512, for work items of at most 64 packed rows: the consumers share them
+// of which ROPE, ALIBI and Q_FP8 exclude one another, and KV_FP8 excludes ALIBI and Q_FP8.
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
@@ -34,8 +35,9 @@
 // With converters, consumers are the last two warpgroups:
 // warps 4, 5        converters K: FP8 keys into the ring
 // warps 6, 7        converters V: FP8 values into the ring
-// warps 4 to 7      with RoPE: rotate queries and keys
-// With FEW_ROWS and heads of at most 128, warps 4 to 7 are converters K, and 8 to 11 converters V.
+// warps 4 to 7      with RoPE: rotate queries and keys; with FP8 they convert keys and values too
+// With FEW_ROWS and heads of at most 128, warps 4 to 7 are converters K, and 8 to 11 converters V. With heads of 512,
+// but for SHARED_ROWS, warps 4 to 7 convert keys and values in turn: a unit has twice as many columns of keys.
 //
 // The scheduler takes the next unit from a counter (`Schedule`) when producer K has kTilesAhead tiles of a unit left:
 // early enough that nobody waits for it, and as late as that allows, so that CTAs end together. If it copies keys
@@ -108,7 +110,7 @@
 // FP8 keys and values
 // -------------------
 // The rings have 16-bit tiles, and consumers do the same as otherwise. Producers load FP8 tiles, kFp8Parts of which
-// are a KV tile, to rings of their own: tile i lies in stage i % kFp8Stages. Below x is k or v:
+// make up a stage of the 16-bit ring, to rings of FP8, and count them over all units too. Below x is k or v:
 //     1c.    [warp 3]     with FEW_ROWS and bfloat16 queries: wait for q_loaded[b], which is completed in place of
 //                         q_full[b]; convert in place, each packed row times a power of 2, whose inverse goes to
 //                         query_scales; proxy fence; arrive on q_full[b]. Consumers scale the logits of the row by it
@@ -117,7 +119,10 @@
 //                         x_empty[j]; convert into the ring; proxy fence; arrive on fp8_empty[x][i]. Then arrive on
 //                         x_full[j]
 // After the last unit the producers wait until all is converted; one sets fp8_end[x]; they arrive on fp8_full[x], as
-// for a tile.
+// for a tile. With RoPE converters end at the unit without rows, for which they wait with its queries.
+//
+// Converters of keys and values in turn fill all stages of the ring of keys with parts of KV tile j+1, and then the
+// stage of values with those of KV tile j: the former are free when S_j is complete, the latter after O += P V.
 //
 // RoPE
 // ----
@@ -126,6 +131,8 @@
 //                         proxy fence; arrive on q_full[b]
 //     4r.    [converter]  for each KV tile j of the unit: wait for k_loaded[j]; rotate the keys in place; proxy fence;
 //                         arrive on k_full[j]
+// With FP8 keys and values there is no k_loaded. In place of step 4r, for each KV tile of the unit:
+//     4c.    [converter]  as above for the keys, which a warp rotates when it has converted them; then for the values
 //
 // FP8 products
 // ------------
@@ -149,10 +156,10 @@
 #endif
 #if Q_FP8
 #include "prefill_fp8_transpose.cuh"
-#elif KV_FP8
-#include "prefill_fp8_converter.cuh"
 #elif ROPE
 #include "prefill_rope.cuh"
+#elif KV_FP8
+#include "prefill_fp8_converter.cuh"
 #endif
 
 namespace attn_ops {
@@ -163,7 +170,7 @@ namespace {
 DEVICE void init_barriers(Shared& shared, const Problem& p, const Queries& queries) {
   const int readers = kConsumerWarps * p.readers();
   constexpr int writers = KV_FP8 ? kWarpsOfTensor : kTensorArrivals;
-  for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : writers);
+  for (uint64& barrier : shared.k_full) init_barrier(shared_address(&barrier), kConverts ? kWarpsOfTensor : writers);
   for (uint64& barrier : shared.v_full) init_barrier(shared_address(&barrier), writers);
   for (uint64& barrier : shared.k_empty) init_barrier(shared_address(&barrier), readers);
 #if Q_FP8
@@ -180,7 +187,7 @@ DEVICE void init_barriers(Shared& shared, const Problem& p, const Queries& queri
     for (uint64& barrier : barriers) init_barrier(shared_address(&barrier), kWarpsOfTensor);
   for (int& end : shared.fp8_end) end = 0;
 #endif
-#if ROPE
+#if ROPE && !KV_FP8
   for (uint64& barrier : shared.k_loaded) init_barrier(shared_address(&barrier), writers);
 #endif
 #if FEW_ROWS || ROPE
@@ -264,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #if KV_FP8
     int kv_type,                              // Fp8Type; with FEW_ROWS also kBFloat16Queries
 #endif
-#if ROPE
-    float rope_theta, float rope_scale,       // the base of the frequencies, and what divides positions
-#endif
 #if KV_FP8 || Q_FP8
     const float* kv_scale,                    // [2] or null
+#endif
+#if ROPE
+    float rope_theta, float rope_scale,       // the base of the frequencies, and what divides positions
 #endif
     int tile_rows,                            // query rows of a work item
 #if CLOCKS
@@ -336,14 +343,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #else
       produce_queries(p, queries, shared);
 #endif
-#if KV_FP8
+#if ROPE
+  } else if (warp < kFirstConsumerWarp) {
+    decrease_registers<kConverterRegisters>();
+#if !KV_FP8
+    constexpr int kv_type = 0;
+#endif
+    rotate_queries_and_keys(p, rope_theta, rope_scale, kv_type, shared);
+#elif KV_FP8
   } else if (warp < kFirstConsumerWarp) {
     decrease_registers<kConverterRegisters>();
     convert_keys_and_values(warp - kProducerWarps, Fp8Type(kv_type & ~kBFloat16Queries), shared);
-#elif ROPE
-  } else if (warp < kFirstConsumerWarp) {
-    decrease_registers<kConverterRegisters>();
-    rotate_queries_and_keys(p, rope_theta, rope_scale, shared);
 #endif
   } else {
     increase_registers<kConsumerRegisters>();

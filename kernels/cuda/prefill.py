@@ -27,7 +27,6 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_FEW_ROWS_HEAD_DIMS,
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
-    CUDA_PREFILL_KV_FP8_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
     CUDA_PREFILL_ROPE_HEAD_DIMS,
     CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS,
@@ -54,11 +53,15 @@ KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("
 """Parameters of keys and values that are copied by tokens, in elements."""
 
 
-CONVERTED_PARAMETERS = {"kv_type": "i32", "kv_scale": "pointer"}
-"""Parameters of kernels that convert FP8 keys and values."""
+PARAMETERS = {
+    "KV_FP8": {"kv_type": "i32", "kv_scale": "pointer"},
+    "Q_FP8": {"kv_scale": "pointer"},
+    "ROPE": ROPE_PARAMETERS,
+}
+"""macro -> further parameters of the kernel."""
 
-FP8_PARAMETERS = {"kv_scale": "pointer"}
-"""Parameters of kernels with FP8 products."""
+POSITION_MACROS = {"ROPE_LLAMA": "ROPE", "ALIBI": "ALIBI"}
+"""Positional encoding -> macro."""
 
 
 def _kernel(loads: str, custom_mask: bool, further: Mapping[str, str]) -> Kernel:
@@ -98,7 +101,8 @@ class Tile(NamedTuple):
                        is an instruction
     transposed_stages  ``kTransposedStages`` of FP8 products
     converters         warpgroups that convert FP8 to the rings, or rotate what lies there
-    fp8_tokens         tokens of FP8 beside the rings, ``kFp8Stages * kLoadedTile``
+    fp8_tokens         tokens of the rings of FP8 keys, and of values, ``kLoadedTile`` times ``kFp8KeyStages`` and
+                       ``kFp8ValueStages``
     key_parts          ``kKeyParts``: parts of the columns of keys. Each has a stage of the ring of its own
     value_parts        ``kUnitParts``: parts of the columns of values. Each has a unit of its own
     query_blocks       ``kQueryTiles``: blocks of 64 packed rows of a query buffer, one for each consumer by default
@@ -111,7 +115,7 @@ class Tile(NamedTuple):
     box: int
     transposed_stages: int = 0
     converters: int = 0
-    fp8_tokens: int = 0
+    fp8_tokens: tuple[int, int] | None = None
     consumers: int = 2
     query_blocks: int | None = None
     key_parts: int = 1
@@ -120,10 +124,11 @@ class Tile(NamedTuple):
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
         """Shared memory of a CTA: query buffers, rings, a KiB for barriers and the like, scales of queries, masks."""
         rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
-        of_values = (self.value_stages + self.transposed_stages) * dim_vo // self.value_parts
-        of_token = self.key_stages * dim_qk // self.key_parts + of_values
-        fp8 = self.fp8_tokens * (dim_qk + dim_vo)
-        scales = 4 * rows if self.fp8_tokens and self.query_blocks else 0
+        key_columns, value_columns = dim_qk // self.key_parts, dim_vo // self.value_parts
+        of_token = self.key_stages * key_columns + (self.value_stages + self.transposed_stages) * value_columns
+        fp8_keys, fp8_values = self.fp8_tokens or (0, 0)
+        fp8 = fp8_keys * key_columns + fp8_values * value_columns
+        scales = 4 * rows if self.fp8_tokens and self.query_blocks and self.key_parts == 1 else 0
         small = 1024 + scales + 32 * (self.threads // 32) * custom_mask
         return itemsize * (rows * dim_qk + self.tokens * of_token) + fp8 + -(-small // 1024) * 1024
 
@@ -159,17 +164,30 @@ SHARED_ROWS_TILES = {(512, 512): Tile(64, 6, 1, 1, 32, query_blocks=1, key_parts
 """The same, of query tiles of at most :data:`PACKED_ROWS`, which the consumers share."""
 
 KV_FP8_TILES = {
-    (64, 64): Tile(128, 3, 3, 2, 64, converters=1, fp8_tokens=128),
-    (128, 128): Tile(128, 2, 2, 2, 32, converters=1, fp8_tokens=128),
-    (192, 128): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=64),
-    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=64),
+    (64, 64): Tile(128, 3, 3, 2, 64, converters=1, fp8_tokens=(128, 128)),
+    (128, 128): Tile(128, 2, 2, 2, 32, converters=1, fp8_tokens=(128, 128)),
+    (192, 128): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(64, 64)),
+    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(64, 64)),
+    (512, 512): Tile(64, 2, 1, 1, 32, converters=1, fp8_tokens=(128, 64), key_parts=4, value_parts=2),
 }
 """Tiles of kernels that convert FP8 keys and values."""
 
+SHARED_ROWS_KV_FP8_TILES = {
+    (512, 512): Tile(64, 2, 1, 1, 32, converters=1, fp8_tokens=(256, 64), query_blocks=1, key_parts=4),
+}
+"""The same, of query tiles of at most :data:`PACKED_ROWS`, which the consumers share."""
+
+KV_FP8_ROPE_TILES = {
+    (64, 64): Tile(128, 3, 2, 2, 64, converters=1, fp8_tokens=(128, 128)),
+    (128, 128): KV_FP8_TILES[128, 128],
+    (256, 256): KV_FP8_TILES[256, 256],
+}
+"""Tiles of kernels that convert FP8 keys and values, and rotate queries and keys."""
+
 FEW_ROWS_TILES = {
-    (64, 64): Tile(128, 3, 3, 2, 64, converters=2, fp8_tokens=768, query_blocks=1),
-    (128, 128): Tile(64, 3, 3, 2, 32, converters=2, fp8_tokens=384, query_blocks=1),
-    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=128, query_blocks=1),
+    (64, 64): Tile(128, 3, 3, 2, 64, converters=2, fp8_tokens=(768, 768), query_blocks=1),
+    (128, 128): Tile(64, 3, 3, 2, 32, converters=2, fp8_tokens=(384, 384), query_blocks=1),
+    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(128, 128), query_blocks=1),
 }
 """The same, of query tiles of at most :data:`PACKED_ROWS`: more of FP8 is on its way."""
 
@@ -191,12 +209,12 @@ FP8_TILES = {
 """Tiles of kernels with FP8 products."""
 
 assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
-assert KV_FP8_TILES.keys() == CUDA_PREFILL_KV_FP8_HEAD_DIMS
+assert KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
-assert SHARED_ROWS_TILES.keys() == CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS
+assert SHARED_ROWS_TILES.keys() == SHARED_ROWS_KV_FP8_TILES.keys() == CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS
 assert FEW_ROWS_TILES.keys() == CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
-assert ROPE_TILES.keys() == CUDA_PREFILL_ROPE_HEAD_DIMS
+assert ROPE_TILES.keys() == KV_FP8_ROPE_TILES.keys() == CUDA_PREFILL_ROPE_HEAD_DIMS
 assert [dims for dims, tile in TILES.items() if tile.consumers == 3] == [(THREE_CONSUMERS_HEAD_DIM,) * 2]
 assert THREE_CONSUMERS_CTA_PACKED_ROWS == 3 * PACKED_ROWS
 
@@ -212,38 +230,38 @@ def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
 class Family(NamedTuple):
     """Specializations that have a table of tiles in common.
 
-    parameters    of FP8 or RoPE
-    macros        besides those of sizes and loads
-    pos_encoding  of the keys
+    macros  besides those of sizes and loads
     """
 
     tiles: dict[tuple[int, int], Tile]
-    parameters: Mapping[str, str] = {}
     dtypes: Sequence[torch.dtype] = tuple(DTYPES)
-    macros: Mapping[str, int] = {}
+    macros: Sequence[str] = ()
     rows: str = "any"
     loads: Sequence[str] = LOADS
-    masks: Sequence[bool] = (False,)
-    pos_encoding: str = "NONE"
+    masks: Sequence[bool] = (False, True)
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Parameters of FP8 and RoPE."""
+        of_macros = [of for macro, of in PARAMETERS.items() if macro in self.macros]
+        return {name: kind for of in of_macros for name, kind in of.items()}
+
+    @property
+    def pos_encoding(self) -> str:
+        return next((name for name, macro in POSITION_MACROS.items() if macro in self.macros), "NONE")
 
 
 FAMILIES = (
-    Family(TILES, masks=(False, True)),
-    Family(LARGE_BATCH_TILES, rows="many"),
-    Family(SHARED_ROWS_TILES, macros={"SHARED_ROWS": 1}, rows="few", masks=(False, True)),
-    Family(KV_FP8_TILES, CONVERTED_PARAMETERS, macros={"KV_FP8": 1}, masks=(False, True)),
-    Family(
-        FEW_ROWS_TILES,
-        CONVERTED_PARAMETERS,
-        (torch.float16,),
-        {"KV_FP8": 1, "FEW_ROWS": 1},
-        rows="few",
-        loads=("pages", "tokens"),
-        masks=(False, True),
-    ),
-    Family(FP8_TILES, FP8_PARAMETERS, dtypes=(E4M3,), macros={"Q_FP8": 1}),
-    Family(ROPE_TILES, ROPE_PARAMETERS, macros={"ROPE": 1}, masks=(False, True), pos_encoding="ROPE_LLAMA"),
-    Family(ALIBI_TILES, macros={"ALIBI": 1}, masks=(False, True), pos_encoding="ALIBI"),
+    Family(TILES),
+    Family(LARGE_BATCH_TILES, rows="many", masks=(False,)),
+    Family(SHARED_ROWS_TILES, macros=("SHARED_ROWS",), rows="few"),
+    Family(KV_FP8_TILES, macros=("KV_FP8",)),
+    Family(SHARED_ROWS_KV_FP8_TILES, macros=("KV_FP8", "SHARED_ROWS"), rows="few"),
+    Family(FEW_ROWS_TILES, (torch.float16,), ("KV_FP8", "FEW_ROWS"), rows="few", loads=("pages", "tokens")),
+    Family(FP8_TILES, (E4M3,), ("Q_FP8",), masks=(False,)),
+    Family(ROPE_TILES, macros=("ROPE",)),
+    Family(KV_FP8_ROPE_TILES, macros=("KV_FP8", "ROPE"), masks=(False,)),
+    Family(ALIBI_TILES, macros=("ALIBI",)),
 )
 
 
@@ -258,7 +276,7 @@ def _specialization(family: Family, key: PrefillKey, tile: Tile) -> Specializati
             "CONSUMERS": tile.consumers,
             **({"KV_CP_ASYNC": 1} if key.loads == "tokens" else {}),
             **({"CUSTOM_MASK": 1} if key.custom_mask else {}),
-            **family.macros,
+            **dict.fromkeys(family.macros, 1),
         },
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(key.head_dim_qk, key.head_dim_vo, key.dtype.itemsize, key.custom_mask),
@@ -309,14 +327,13 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
     return {"k": k, "v": v, "box": box, **(pages or {"kv_rows": x.kv_rows}), **steps}
 
 
-def fp8_arguments(x: Operands, kv_scale: Tensor | None, few_rows: bool) -> dict[str, Any]:
-    """The arguments of FP8 keys and values. An FP8 query is of their dtype."""
+def fp8_arguments(x: Operands, kv_scale: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of FP8 keys and values, which are multiplied in ``dtype``. An FP8 query is of their dtype."""
     if x.k.dtype not in FP8:
         return {}
     if x.q.dtype in FP8:
         return {"kv_scale": kv_scale}
-    converts_queries = few_rows and x.q.dtype == torch.bfloat16
-    return {"kv_scale": kv_scale, "kv_type": FP8_TYPES[x.k.dtype] + BFLOAT16_QUERIES * converts_queries}
+    return {"kv_scale": kv_scale, "kv_type": FP8_TYPES[x.k.dtype] + BFLOAT16_QUERIES * (x.q.dtype != dtype)}
 
 
 def mask_arguments(mask: Tensor | None, plan: PrefillPlan | None) -> dict[str, Any]:
@@ -363,7 +380,7 @@ def launch_tiles(
         q=x.q,
         q_map=query_map(x.q, group),
         **kv_arguments(x, loads, page_size, tile),
-        **fp8_arguments(x, o.kv_scale, key.rows == "few"),
+        **fp8_arguments(x, o.kv_scale, key.dtype),
         **rope_arguments(o),
         **mask_arguments(o.mask, plan),
         sinks=o.sinks,

@@ -67,41 +67,79 @@ struct ConvertedPart {
   }
 };
 
-// kWarpsOfTensor warps: all KV tiles of keys, or of values, into their ring.
-template <int DIM, int STAGES>
-DEVICE void convert_tiles(const ConvertedRing& tiles, Fp8Type type) {
-  constexpr int kBytes = kTile * DIM * kElementBytes, kFp8Bytes = kLoadedTile * DIM;
+// One of kWarpsOfTensor warps that convert the keys, or the values, of all KV tiles into their ring.
+template <int DIM, int STAGES, int FP8_STAGES>
+struct Converter {
+  using Part = ConvertedPart<DIM>;
+  static constexpr int kBytes = kTile * DIM * kElementBytes, kFp8Bytes = kLoadedTile * DIM;
+
+  const ConvertedRing ring;
+  const Fp8Type type;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32) % kWarpsOfTensor;
-  uint32 loaded = 0;  // FP8 tiles
-  for (uint32 tile = 0;; ++tile) {
-    for (int part = 0; part < kFp8Parts; ++part, ++loaded) {
-      const uint32 stage = loaded % kFp8Stages;
-      wait(tiles.fp8_full + stage * 8, loaded / kFp8Stages & 1);
+  uint32 stage = 0, fp8_stage = 0;  // the next of each ring, counted over all units
+
+  DEVICE Converter(Shared& shared, bool values, Fp8Type type) : ring(shared, values), type(type) {}
+
+  // Fills the next stage of the ring. False if no KV tile follows. `change(address, token)` may change the tokens that
+  // this warp has converted: 8 * Part::kGroups, from token `token` of the tile on.
+  template <class Change>
+  DEVICE bool fill_stage(Change change) {
+    for (int part = 0; part < kFp8Parts; ++part, ++fp8_stage) {
+      const uint32 from = fp8_stage % FP8_STAGES;
+      wait(ring.fp8_full + from * 8, fp8_stage / FP8_STAGES & 1);
       mark(kWaitKeys);
-      if (tiles.end) return;
-      if (part == 0) wait(tiles.empty + tile % STAGES * 8, tile / STAGES & 1 ^ 1);
+      if (ring.end) return false;
+      if (part == 0) wait(ring.empty + stage % STAGES * 8, stage / STAGES & 1 ^ 1);
       mark(kWaitEmpty);
-      const uint32 to = tiles.ring + tile % STAGES * kBytes + part * kLoadedTile / 8 * TileLayout<DIM>::kGroup;
-      ConvertedPart<DIM>(tiles.fp8 + stage * kFp8Bytes, to, warp, lane).convert(type);
+      const int group = part * kLoadedTile / 8;
+      const uint32 to = ring.ring + stage % STAGES * kBytes + group * TileLayout<DIM>::kGroup;
+      Part(ring.fp8 + from * kFp8Bytes, to, warp, lane).convert(type);
+      change(to + warp * Part::kGroups * TileLayout<DIM>::kGroup, 8 * (group + warp * Part::kGroups));
       fence_async_shared();
       __syncwarp();
-      if (lane == 0) arrive(tiles.fp8_empty + stage * 8);
+      if (lane == 0) arrive(ring.fp8_empty + from * 8);
       mark(kIssue);
     }
-    if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);
+    if (lane == 0) arrive(ring.full + stage % (2 * STAGES) * 8);
+    ++stage;
+    return true;
+  }
+};
+
+using KeyConverter = Converter<kKeyDim, kKeyStages, kFp8KeyStages>;
+using ValueConverter = Converter<kValueColumns, kValueStages, kFp8ValueStages>;
+constexpr bool kEqualConverters =
+    kKeyDim == kValueColumns && kKeyStages == kValueStages && kFp8KeyStages == kFp8ValueStages;
+
+template <class TensorConverter>
+DEVICE void convert_all(bool values, Fp8Type type, Shared& shared) {
+  TensorConverter converter(shared, values, type);
+  while (converter.fill_stage([](uint32, int) {})) {
   }
 }
 
-// The warpgroup of converters: the first warps have the keys, the others the values.
-DEVICE void convert_keys_and_values(int warp, Fp8Type type, Shared& shared) {
-  const bool values = warp >= kWarpsOfTensor;
-  const ConvertedRing tiles(shared, values);
-  if (kDimQk == kDimVo || !values)
-    convert_tiles<kDimQk, kKeyStages>(tiles, type);
-  else
-    convert_tiles<kDimVo, kValueStages>(tiles, type);
+// Keys and values in turn: the values of a KV tile after as many parts of the keys of the next as the ring has stages.
+DEVICE void convert_in_turn(Fp8Type type, Shared& shared) {
+  constexpr auto unchanged = [](uint32, int) {};
+  KeyConverter keys(shared, false, type);
+  ValueConverter values(shared, true, type);
+  for (;;) {
+    const bool more = keys.fill_stage(unchanged);
+    const bool next_begins = keys.stage > kKeyParts && keys.stage % kKeyParts == kKeyStages;
+    if (more ? next_begins : keys.stage > 0) values.fill_stage(unchanged);
+    if (!more) return;
+  }
 }
-static_assert(kDimQk != kDimVo || kKeyStages == kValueStages);
+
+// The converters: the first warps have the keys, the others the values. They share instructions if they can.
+DEVICE void convert_keys_and_values(int warp, Fp8Type type, Shared& shared) {
+  if (kConvertsInTurn) return convert_in_turn(type, shared);
+  const bool values = warp >= kWarpsOfTensor;
+  if (kEqualConverters || !values)
+    convert_all<KeyConverter>(values, type, shared);
+  else
+    convert_all<ValueConverter>(values, type, shared);
+}
 
 }  // namespace
 }  // namespace attn_ops

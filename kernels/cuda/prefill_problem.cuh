@@ -53,10 +53,9 @@ constexpr int kConsumers = CONSUMERS;
 constexpr bool kConverts = KV_FP8 || ROPE;                        // a warpgroup changes what consumers read
 constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // or two, where consumers spare the registers
 static_assert(!kConverts || kConsumers == 2);
-static_assert(!ROPE || !(KV_FP8 || Q_FP8));
 constexpr bool kAlibi = ALIBI;
-static_assert(!ALIBI || !(KV_FP8 || Q_FP8 || ROPE));
-static_assert(kValueParts == 1 || !(KV_FP8 || Q_FP8 || ROPE || ALIBI));
+static_assert(ROPE + ALIBI + Q_FP8 <= 1 && KV_FP8 + ALIBI + Q_FP8 <= 1);
+static_assert(kValueParts == 1 || !(Q_FP8 || ROPE || ALIBI));
 // Sizes by head dims are those of the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
 constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
@@ -64,14 +63,15 @@ static_assert(!kFewRows || (KV_FP8 && PAGED && DTYPE == 1));
 constexpr int kTile =  // tokens of a KV tile
     kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch || (kFewRows && kDimQk > 64) ? 64 : 128;
 constexpr int kKeyStages =  // of the ring of keys
-    kSharedRows                                                                 ? 6
+    kKeyParts > 1 && KV_FP8                                                     ? 2
+    : kSharedRows                                                               ? 6
     : kFp8Products || kConsumers == 3 || kKeyParts > 1                          ? 4
     : kDimQk == 64 || (kDimQk == 128 && kFewRows) || (kDimQk == 256 && !KV_FP8) ? 3
                                                                                 : 2;
 constexpr int kValueStages =  // KV tiles of the ring of values
-    kValueParts > 1                                                        ? 1
-    : kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products) ? kKeyStages
-                                                                           : 2;
+    kValueParts > 1                                                                   ? 1
+    : kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products && !(KV_FP8 && ROPE)) ? kKeyStages
+                                                                                      : 2;
 constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
     kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
 constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
@@ -88,16 +88,20 @@ constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows of a block of columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
 constexpr int kKeyBytes = kTile * kKeyDim * kElementBytes, kValueBytes = kTile * kValueColumns * kElementBytes;
-// TMA loads keys and values to the rings. FP8 ones are loaded to rings of kFp8Stages tiles, kFp8Parts of which are a KV
-// tile, and converted from there.
-constexpr int kFp8Parts = KV_FP8 && !kFewRows ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
-constexpr int kFp8Stages = !kFewRows ? kFp8Parts : kDimQk == 256 ? 2 : 6;
+// TMA loads keys and values to the rings. FP8 ones are loaded to rings of their own, kFp8Parts of whose stages make up
+// one of the 16-bit ring, and converted from there.
+constexpr int kFp8Parts = KV_FP8 && !kFewRows && kKeyParts == 1 ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
+constexpr int kFp8KeyStages = kSharedRows ? 4 : kKeyParts > 1 ? 2 : !kFewRows ? kFp8Parts : kDimQk == 256 ? 2 : 6;
+constexpr int kFp8ValueStages = kKeyParts > 1 ? 1 : kFp8KeyStages;
+constexpr int kMostFp8Stages = kFp8KeyStages > kFp8ValueStages ? kFp8KeyStages : kFp8ValueStages;
 constexpr int kLoadedRowBytes = KV_FP8 ? 64 : kRowBytes, kLoadedBytes = KV_FP8 ? 1 : kElementBytes;  // of an element
 static_assert(kLoadedTile % kRaggedBox == 0);
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 constexpr int kConverterWarps = kManyConverters ? 8 : kConverts ? 4 : 0;
 constexpr int kFirstConsumerWarp = kProducerWarps + kConverterWarps;
-constexpr int kWarpsOfTensor = kConverterWarps / 2;  // that convert FP8 keys, or values
+// Half of the converters have keys, and half values. With RoPE, and where values have fewer columns, all have both.
+constexpr bool kConvertsInTurn = ROPE || UNIT_PARTS > 1;
+constexpr int kWarpsOfTensor = kConvertsInTurn ? kConverterWarps : kConverterWarps / 2;  // that have keys, or values
 constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps);
 // Of a thread. More than the CTA has from its launch would never become free. Producers that transpose spill less with
 // more, and those that copy tokens have several addresses at once, where consumers can spare them without spilling.
@@ -179,8 +183,8 @@ struct Shared {
 #if Q_FP8
   alignas(1024) char transposed[kTransposedStages][kValueBytes];
 #elif KV_FP8
-  alignas(512) char fp8_keys[kFp8Stages][kLoadedTile * kDimQk];
-  alignas(512) char fp8_values[kFp8Stages][kLoadedTile * kDimVo];
+  alignas(512) char fp8_keys[kFp8KeyStages][kLoadedTile * kKeyDim];
+  alignas(512) char fp8_values[kFp8ValueStages][kLoadedTile * kValueColumns];
 #endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
 #if FEW_ROWS
@@ -198,10 +202,10 @@ struct Shared {
 #if Q_FP8
   uint64 t_full[2 * kTransposedStages], t_empty[kTransposedStages];  // of transposed values
 #elif KV_FP8
-  uint64 fp8_full[2][kFp8Stages], fp8_empty[2][kFp8Stages];  // of FP8 keys, and of values
-  int fp8_end[2];                                            // not 0 if no KV tile follows
+  uint64 fp8_full[2][kMostFp8Stages], fp8_empty[2][kMostFp8Stages];  // of FP8 keys, and of values
+  int fp8_end[2];                                                    // not 0 if no KV tile follows
 #endif
-#if ROPE
+#if ROPE && !KV_FP8
   uint64 k_loaded[kKeyStages];  // before they are rotated
 #endif
 #if FEW_ROWS || ROPE

@@ -62,10 +62,11 @@ DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
 // Where TMA loads keys or values: the rings of the consumers, or tiles of FP8 that are converted into these.
 template <bool VALUES>
 struct LoadedTiles {
-  static constexpr bool kRotated = ROPE && !VALUES;  // in the ring, by converters
+  static constexpr bool kRotated = ROPE && !KV_FP8 && !VALUES;  // in the ring, by converters
   static constexpr int kDim = VALUES ? kValueColumns : kKeyDim, kBytes = kLoadedTile * kDim * kLoadedBytes;
   static constexpr int kParts = VALUES ? 1 : kKeyParts;  // stages of a tile
-  static constexpr int kStages = KV_FP8 ? kFp8Stages : VALUES ? kValueStages : kKeyStages;
+  static constexpr int kStages = KV_FP8 ? (VALUES ? kFp8ValueStages : kFp8KeyStages)
+                                        : (VALUES ? kValueStages : kKeyStages);
   static constexpr int kFullBarriers = KV_FP8 || kRotated ? kStages : 2 * kStages;
   using Layout = LoadedLayout<kDim>;
 
@@ -86,10 +87,10 @@ struct LoadedTiles {
 #endif
   DEVICE void wait_for_empty(uint32 n) const { wait(empty + n % kStages * 8, n / kStages & 1 ^ 1); }  // stage n
 
-#if KV_FP8
+#if KV_FP8 && !ROPE
   // There is no tile `tile`: when all before it are converted, the converters end. By all producers, or all `part`s.
   DEVICE void end(uint32 tile, Shared& shared, int lane, int part = 0) const {
-    for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);
+    for (int i = 0; i < kStages; ++i) wait_for_empty(tile + i);
     if (lane == 0 && part == 0) shared.fp8_end[VALUES] = 1;
     if (lane < kProducerArrivals) arrive(full + tile % kStages * 8);
   }
@@ -158,7 +159,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   for (uint32 n = 0;; ++n) {
     const Unit unit = wait_for_unit(n, shared);
     if (unit.count <= 0) {
-#if KV_FP8
+#if KV_FP8 && !ROPE
       tiles.end(stage, shared, lane);
 #endif
       return;

@@ -74,7 +74,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
       mark(kIssue);
     }
   }
-#if KV_FP8
+#if KV_FP8 && !ROPE
   tiles.end(stage, shared, threadIdx.x % 32, part);
 #endif
 }

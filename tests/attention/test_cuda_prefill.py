@@ -17,7 +17,6 @@ from helpers.tensors import shifted
 from torch._inductor.utils import run_and_get_code
 
 import attn_ops
-from attn_ops.ops.cuda_kernels import CUDA_PREFILL_KV_FP8_HEAD_DIMS
 from attn_ops.ops.inductor import mark_static
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -135,10 +134,7 @@ FP8: tuple[dict[str, Any], ...] = (
     {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 3.0)},
     {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
 )
-CASES += [
-    replace(case, name=f"FP8 KV, {case}", **FP8[i % 2])
-    for i, case in enumerate(c for c in CASES if c.head_dims in CUDA_PREFILL_KV_FP8_HEAD_DIMS)
-]
+CASES += [replace(case, name=f"FP8 KV, {case}", **FP8[i % 2]) for i, case in enumerate(list(CASES))]
 
 
 def _large_batch(case: Case, packed_rows: int) -> Case:
@@ -197,6 +193,11 @@ CASES += [
         "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
         "alternating warpgroups, split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
     }.items()
+]
+
+CASES += [
+    replace(case, name=f"FP8 KV, {case}", **FP8[i % 2])
+    for i, case in enumerate(c for c in CASES if c.pos_encoding == "ROPE_LLAMA" and c.masked is None)
 ]
 
 BY_TOKENS = [

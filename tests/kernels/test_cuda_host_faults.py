@@ -135,7 +135,7 @@ PREFILL_FAULTS = {
 }
 
 
-CONVERTER_RELEASE = "if (lane == 0) arrive(tiles.fp8_empty + stage * 8);"
+CONVERTER_RELEASE = "if (lane == 0) arrive(ring.fp8_empty + from * 8);"
 CONVERTED = f"fence_async_shared();\n      __syncwarp();\n      {CONVERTER_RELEASE}"
 
 CONVERTED_QUERIES = "fence_async_shared();\n  arrive_by_warp(shared_address(&shared.q_full[buffer]));"
@@ -149,16 +149,16 @@ FP8_FAULTS = {
         Fault(CONVERTED, CONVERTED.replace("__syncwarp();\n      ", "")), "race|no proxy fence"
     ),
     "a tile is converted before it has arrived": Planted(
-        Fault("wait(tiles.fp8_full + stage * 8, loaded / kFp8Stages & 1);", ""), "race|uninitialised"
+        Fault("wait(ring.fp8_full + from * 8, fp8_stage / FP8_STAGES & 1);", ""), "race|uninitialised"
     ),
     "a tile is loaded over one that is converted": Planted(
         Fault("tiles.wait_for_empty(stage);", "", 2), "race|more arrivals"
     ),
     "no wait for a stage": Planted(
-        Fault("if (part == 0) wait(tiles.empty + tile % STAGES * 8, tile / STAGES & 1 ^ 1);", ""), "race|more arrivals"
+        Fault("if (part == 0) wait(ring.empty + stage % STAGES * 8, stage / STAGES & 1 ^ 1);", ""), "race|more arrivals"
     ),
     "the end is passed on while tiles are converted": Planted(
-        Fault("for (int i = 0; i < kFp8Stages; ++i) wait_for_empty(tile + i);", ""), "race|more arrivals"
+        Fault("for (int i = 0; i < kStages; ++i) wait_for_empty(tile + i);", ""), "race|more arrivals"
     ),
     "the end is not passed on": Planted(
         Fault("if (lane < kProducerArrivals) arrive(full + tile % kStages * 8);", ""), "deadlock"
@@ -177,12 +177,12 @@ FEW_ROWS_FAULTS = {
         Fault(QUERY_SCALE, QUERY_SCALE.replace("inverse_of_power(scale)", "1")), "differs"
     ),
     "a converted tile is not passed on": Planted(
-        Fault("if (lane == 0) arrive(tiles.full + tile % (2 * STAGES) * 8);", ""), "deadlock"
+        Fault("if (lane == 0) arrive(ring.full + stage % (2 * STAGES) * 8);", ""), "deadlock"
     ),
 }
 
 
-ROTATED_KEYS = "fence_async_shared();\n      arrive_by_warp(shared_address(&shared.k_full[tile % (2 * kKeyStages)]));"
+ROTATED_KEYS = "fence_async_shared();\n    arrive_by_warp(shared_address(&shared.k_full[tile % (2 * kKeyStages)]));"
 
 ROPE_FAULTS = {
     "queries are rotated before they have arrived": Planted(
@@ -204,6 +204,27 @@ ROPE_FAULTS = {
         ),
         "differs",
     ),
+}
+
+
+ROTATED_PART = (
+    "rotation.rotate_keys<8 * KeyConverter::Part::kGroups, Layout::kGroup, Layout::kColumn>(to, first + token, turns,\n"
+    + " " * 93
+    + "step);"
+)
+
+ROPE_FP8_FAULTS = {
+    "keys are rotated while lanes convert them": Planted(
+        Fault("__syncwarp();\n      " + ROTATED_PART, ROTATED_PART), "race|uninitialised"
+    ),
+    "all keys have the positions of the first": Planted(
+        Fault(
+            "change(to + warp * Part::kGroups * TileLayout<DIM>::kGroup, 8 * (group + warp * Part::kGroups));",
+            "change(to + warp * Part::kGroups * TileLayout<DIM>::kGroup, 0);",
+        ),
+        "differs",
+    ),
+    "values are not converted": Planted(Fault("values.fill_stage([](uint32, int) {});", ""), "deadlock"),
 }
 
 
@@ -254,7 +275,7 @@ ALIBI_FAULTS = {
 PREFILL_TOKEN_FAULTS = TOKEN_FAULTS | {
     "an arrival fewer for keys": Planted(
         Fault(
-            "init_barrier(shared_address(&barrier), ROPE ? kConverterWarps : writers);",
+            "init_barrier(shared_address(&barrier), kConverts ? kWarpsOfTensor : writers);",
             "init_barrier(shared_address(&barrier), writers - 1);",
         ),
         FEWER,
@@ -461,6 +482,14 @@ def test_faults_of_rope_are_noticed(name: str) -> None:
     case = prefill_case("RoPE", **sizes, pos_encoding="ROPE_LLAMA", causal=True)
     with noticed(ROPE_FAULTS, name):
         attend("prefill", case, host_with(ROPE_FAULTS, name))
+
+
+@pytest.mark.parametrize("name", ["", *ROPE_FP8_FAULTS])
+def test_faults_of_rope_over_fp8_are_noticed(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lens": (400, 70), "qo_lens": (70, 33), "heads": (4, 2)}
+    case = prefill_case("RoPE, FP8 KV", **sizes, **FP8_KV, pos_encoding="ROPE_LLAMA", causal=True)
+    with noticed(ROPE_FP8_FAULTS, name):
+        attend("prefill", case, host_with(ROPE_FP8_FAULTS, name))
 
 
 @pytest.mark.parametrize("name", ["", *ALIBI_FAULTS])

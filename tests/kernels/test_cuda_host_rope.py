@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kern
 
 from helpers.cases import Case
 from helpers.cuda_host import Host, needs_a_compiler
-from helpers.cuda_host.calls import SPLIT, attend
+from helpers.cuda_host.calls import FP8_KV, SPLIT, attend
 from helpers.cuda_host.calls import prefill_case as _case
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
@@ -46,6 +47,24 @@ CASES = [
     ("ragged", _case("ragged, 64", **ROPE | OF_64, dtype=torch.float16)),
     ("ragged", _case("ragged, 256", **ROPE | OF_256, out_dtype=torch.float32)),
 ]
+
+
+FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}
+FP8_CASES = [
+    (kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV)))
+    for i, (kind, case) in enumerate(CASES)
+    if case.masked is None
+]
+"""The same cases with FP8 keys and values."""
+
+
+@pytest.mark.parametrize(("kind", "case"), FP8_CASES, ids=[case.name for _, case in FP8_CASES])
+def test_prefill_with_rotated_fp8_keys(kind: str, case: Case) -> None:
+    host = Host()
+    attend(kind, case, host)
+    (name,) = host.launched
+    assert "KV_FP8=1" in name
+    assert "ROPE=1" in name
 
 
 @pytest.mark.parametrize(("kind", "case"), CASES, ids=[case.name for _, case in CASES])

@@ -175,7 +175,9 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
         "kQueries": tile.queries,
         "kQueryTiles": tile.query_blocks or tile.consumers,
         "kConverterWarps": 4 * tile.converters,
-        **({"kFp8Stages * kLoadedTile": tile.fp8_tokens} if tile.fp8_tokens else {}),
+        **dict(
+            zip(("kFp8KeyStages * kLoadedTile", "kFp8ValueStages * kLoadedTile"), tile.fp8_tokens or (), strict=False)
+        ),
         "kPackedRows": prefill.PACKED_ROWS,
         "kRowBytes": row_bytes,
         "kLoadedRowBytes": min(tile.row_bytes, row_bytes),
@@ -194,16 +196,12 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
         check_syntax(one, 'static_assert(kTile == 1, "");\n')
 
 
-TABLES = (
-    *(prefill.TILES, prefill.LARGE_BATCH_TILES, prefill.SHARED_ROWS_TILES, prefill.ROPE_TILES, prefill.ALIBI_TILES),
-    *(prefill.KV_FP8_TILES, prefill.FEW_ROWS_TILES, prefill.FP8_TILES),
-)
-TILES = [tile for table in TABLES for tile in table.values()]
+TILES = [tile for family in prefill.FAMILIES for tile in family.tiles.values()]
 
 
 def test_a_tile_is_whole_boxes_of_whole_groups() -> None:
     for tile in TILES:
-        assert min(tile.tokens, tile.fp8_tokens // 2 or tile.tokens) % tile.box == 0
+        assert tile.tokens % tile.box == 0
         assert tile.box % GROUP_TOKENS == 0
 
 
@@ -390,12 +388,19 @@ TAKEN: list[dict[str, Any]] = [
 ]
 
 
+OF_512: dict[str, Any] = {"head_dim_qk": 512, "head_dim_vo": 512}
+ROPE: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
+ALIBI: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ALIBI"}
+
 FP8_TAKEN: list[dict[str, Any]] = [
     {},
     {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
     {"page_size": 1, "layout": MemoryLayout(mappable=False)},
     {"op": "ragged_prefill", "page_size": 0},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
+    OF_512,
+    OF_512 | {"op": "ragged_prefill", "page_size": 0},
+    *(ROPE | {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "page_size": 1} for dims in prefill.KV_FP8_ROPE_TILES),
 ]
 
 
@@ -403,24 +408,26 @@ FP8_TAKEN: list[dict[str, Any]] = [
 def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == []
-    masked = "mask" in problem.options
-    key = PrefillKey(128, 128, _loads(problem), problem.dtype, True, custom_mask=masked)
-    keys = [key] if key.loads == "ragged" else [key, key._replace(rows="few", dtype=torch.float16)]
+    dims, masked, encoding = (problem.head_dim_qk, problem.head_dim_vo), "mask" in problem.options, problem.pos_encoding
+    key = PrefillKey(*dims, _loads(problem), problem.dtype, True, custom_mask=masked, pos_encoding=encoding)
+    keys = [key]
+    if dims == (512, 512):
+        keys.append(key._replace(rows="few"))
+    elif encoding == "NONE" and key.loads != "ragged":
+        keys.append(key._replace(rows="few", dtype=torch.float16))
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
-
-OF_512: dict[str, Any] = {"head_dim_qk": 512, "head_dim_vo": 512}
 
 FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
     ({"kv_dtype": torch.bfloat16}, "the cache is torch.bfloat16, not FP8"),
     ({"dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
-    (OF_512, "head dimensions 512 and 512 have no tile"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
-    ({"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}, "it does not implement pos_encoding"),
-    ({"options": ("pos_encoding",), "pos_encoding": "ALIBI"}, "it does not implement pos_encoding"),
+    (ROPE | OF_512, "head dimensions 512 and 512 have no tile with RoPE"),
+    (ROPE | {"options": ("mask", "pos_encoding")}, "it does not implement mask with RoPE and an FP8 cache"),
+    (ALIBI, "it does not implement pos_encoding"),
 ]
 
 
@@ -477,9 +484,6 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     keys = [key._replace(rows=one) for one in rows]
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
-
-ROPE: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ROPE_LLAMA"}
-ALIBI: dict[str, Any] = {"options": ("pos_encoding",), "pos_encoding": "ALIBI"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
