@@ -32,7 +32,7 @@ from attn_ops.version import __version__
 register.register()
 
 _LAZY = {**HOMES, "export_package": "packaging"}
-"""Names by the module that has them, which is imported when one is first used."""
+"""The module of each name that is imported when the name is first used."""
 
 _MODULES = (*EXPORTS, "distributed", "flash_attn")
 """Modules that are imported when they are first used."""

@@ -28,7 +28,7 @@ __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 class BatchAttention(PagedWrapper):
     """Any number of query rows per request over a paged cache, or over plain 3-D keys and values.
 
-    dtypes follow the tensors of run(). ``device`` is theirs.
+    The dtypes are those of the tensors of run(), whatever plan() names. ``device`` is the device of these tensors.
     """
 
     @typed
@@ -61,8 +61,8 @@ class BatchAttention(PagedWrapper):
             kv_indptr, kv_indices: the page table; a request may hold more pages than its tokens need.
             kv_len_arr: int ``[batch]``, tokens of each request.
 
-        Where every request has as many entries as tokens, the entries may be tokens too: run() then also takes 3-D
-        keys and values, whatever ``page_size`` (docs/flashinfer.md).
+        If every request has as many entries as tokens, the entries may also number tokens: run() then takes 3-D keys
+        and values too, whatever ``page_size`` (docs/flashinfer.md).
         """
         where = f"{self._name}.plan"
         refuse(where, use_profiler=use_profiler)
@@ -199,7 +199,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         if head_dim_qk is None and "head_dim" not in kwargs:
             head_dim_qk = self._head_dim_qk
         elif kwargs.get("head_dim", head_dim_qk) != self._head_dim_qk:
-            del defaults["head_dim_vo"]  # which belongs to the constructor's head_dim_qk
+            del defaults["head_dim_vo"]  # it belongs to the constructor's head_dim_qk
         if "data_type" in kwargs:
             del defaults["q_data_type"], defaults["kv_data_type"]
         return super().prepare_plan(

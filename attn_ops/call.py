@@ -61,11 +61,11 @@ class Unplanned(NamedTuple):
 class AttentionCall(NamedTuple):
     """One call of an attention op.
 
-    where      name of the public function, which error messages begin with
+    where      name of the public function, with which error messages begin
     op         name in ``torch.ops.attn``
-    tensors    the query and what it attends to, as the op takes them
+    tensors    the query and the keys and values, as the op takes them
     plan       where the plan comes from
-    options    of the op, but for ``kv_scale`` and ``out_dtype``, which follow from ``scales`` and ``output``
+    options    options of the op, without ``kv_scale`` and ``out_dtype``, which follow from ``scales`` and ``output``
     output     the form of the result
     scales     factors of the logits and of the output
     kv_layout  order of tokens and heads in k and v
@@ -89,7 +89,7 @@ class AttentionCall(NamedTuple):
         return self.output.finalize(out, lse, dtype, scale)
 
     def execute_after(self, write: Callable[[], None]) -> Any:
-        """As :meth:`execute`, with a write to the cache between the checks, those of the op too, and the op."""
+        """:meth:`execute` with ``write``, which writes to the cache, after all checks and before the op."""
         args, keywords, dtype, scale = self._resolve()
         if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
             check = CHECKED_CALLS[self.op].passes if args[0].is_cpu else CHECKS[self.op]

@@ -33,7 +33,7 @@ __all__ = [
 
 @typed
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The state over two sets of keys, from that over each: ``v [rows, heads, head_dim]``, ``s [rows, heads]``.
+    """The state over the union of two sets of keys: ``v [rows, heads, head_dim]``, ``s [rows, heads]``, base 2.
 
     Two empty states, LSE -inf, give 0 and -inf.
     """
@@ -44,7 +44,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """:func:`merge_state` into ``v`` and float32 ``s``.
 
-    ``mask [rows]``, bool or uint8 of any stride, leaves rows out where it is False.
+    ``mask [rows]``, bool or uint8 of any stride: rows where it is False keep their state.
     """
     if s.dtype != torch.float32:
         fail(
@@ -60,7 +60,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 @typed
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The state over the second dimension: ``v [rows, states, heads, head_dim]``, ``s [rows, states, heads]``."""
+    """Merge along the second dimension: ``v [rows, states, heads, head_dim]``, ``s [rows, states, heads]``."""
     return torch.ops.attn.merge_states(v, _lse("merge_states", "s", s))
 
 
@@ -85,16 +85,16 @@ def _lse(where: str, name: str, s: Tensor) -> Tensor:
 
 
 MAX_LEVELS = 1024
-"""Page tables of a cascade; each has a plan of its own."""
+"""Largest number of levels. Each level has a plan of its own."""
 
 
 class MultiLevelCascadeAttentionWrapper(WrapperGroup):
     """Several page tables over one cache, from the most shared to the least; each query row sees one entry of each.
 
     Args:
-        num_levels: page tables. Level i groups the query rows by ``qo_indptr_arr[i]``.
+        num_levels: number of page tables. Level i groups the query rows by ``qo_indptr_arr[i]``.
         float_workspace_buffer, kv_layout: as for the prefill wrapper.
-        use_cuda_graph: with it one buffer per level in each of the ``*_buf_arr`` lists.
+        use_cuda_graph: CUDA-graph mode, for which each ``*_buf_arr`` list has one buffer per level.
     """
 
     @typed
@@ -163,7 +163,7 @@ class MultiLevelCascadeAttentionWrapper(WrapperGroup):
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Plan every level; lists have one tensor per level, as for the prefill wrapper. ``causal`` is the last's.
+        """Plan every level. Each list has a tensor per level, as for the prefill wrapper; ``causal`` is of the last.
 
         A window and the positions of RoPE and ALiBi count the tokens of each level from its first one.
         """
@@ -238,7 +238,7 @@ def _check_levels(where: str, num_levels: int, arrays: dict[str, list[Tensor]]) 
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
-    """Decoding for requests that share a prefix, kept as plain tensors, and go on in pages of their own."""
+    """Decoding for requests that share a prefix. The prefix is in dense tensors, all other tokens are in pages."""
 
     @typed
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -285,7 +285,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WrapperGroup):
-    """Prefill or append for requests that share a prefix, kept as plain tensors. dtypes follow the query."""
+    """Prefill or append for requests that share a prefix, which is in dense tensors. dtypes follow the query."""
 
     @typed
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:

@@ -52,7 +52,7 @@ __all__ = [
 
 
 class _OneRow(NamedTuple):
-    """A call with one query row, whose LSE is that of the row."""
+    """A call with one query row. Its LSE is ``[num_qo_heads]``, without a dimension of rows."""
 
     call: AttentionCall | FoundCall
 
@@ -128,7 +128,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             ``paged_kv_indptr_buffer [batch + 1]`` and ``paged_kv_last_page_len_buffer [batch]``, and
             ``paged_kv_indices_buffer`` bounds the pages. Without it the buffers have no effect.
         use_tensor_cores, backend: no effect on results (:mod:`attn_ops.policy`).
-        jit_args: those of the variant AttentionSink, by which run() takes ``sinks, sm_scale`` by position.
+        jit_args: of FlashInfer's variant AttentionSink, with which run() takes ``sinks, sm_scale`` by position.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_decode`` node. The plan's tensors keep
     their sizes while batches fit, and grow by powers of two when one does not, which compiles once more.
@@ -510,8 +510,8 @@ def fast_decode_plan(
 ) -> None:
     """``self.plan(...)``, with ``global_override_indptr_cpu`` in the place of ``indptr`` where it is given.
 
-    An ``o_data_type`` that the plan before had stays, as in FlashInfer. Engines bind it as a method: ``wrapper.plan =
-    functools.partial(fast_decode_plan, wrapper)``.
+    The ``o_data_type`` of the wrapper's earlier plan stays, as in FlashInfer. Engines bind this function as a method:
+    ``wrapper.plan = functools.partial(fast_decode_plan, wrapper)``.
     """
     table = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu, indices, last_page_len
     sizes = num_qo_heads, num_kv_heads, head_dim, page_size

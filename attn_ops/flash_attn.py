@@ -198,7 +198,7 @@ def flash_attn_varlen_func(
         block_table: int ``[batch, max_pages_per_sequence]``, page numbers.
         scheduler_metadata: of :func:`get_scheduler_metadata` for this batch, with ``block_table`` alone.
         seqused_q, seqused_k: int ``[batch]``: the tokens of each sequence that count, its first ones; other rows give 0
-            and -inf. Without ``block_table`` what counts is copied.
+            and -inf. Without ``block_table`` the tokens that count are copied.
 
     The other arguments and errors are those of :func:`flash_attn_func`.
 
@@ -325,8 +325,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: tokens in the cache before the append: int ``[batch]``, or one number; None for a full cache.
         cache_batch_idx: int ``[batch]``: the row of the dense cache, or of ``block_table``, of each sequence; default
             in order.
-        cache_leftpad: int ``[batch]``: the place in the cache of the first token of each sequence; default 0. Positions
-            of ``rotary_cos`` are places.
+        cache_leftpad: int ``[batch]``: the index in the cache of the first token of each sequence; default 0.
+            ``rotary_cos`` is read at these indices, so positions include the padding.
         block_table: int ``[batch, max_pages_per_sequence]``. ``page_table`` is another name of it.
         qv: ``[..., num_heads, head_dim_v]`` as ``q``: the latent query of absorbed MLA. ``v_cache`` has the latents of
             one KV head, and ``k_cache`` its rotary keys. The default scale is ``1 / sqrt(head_dim + head_dim_v)``.
@@ -407,7 +407,7 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, from that over each of several sets of them.
+    """Attention over the union of several sets of keys, from the output and LSE over each set.
 
     Args:
         out_partial: ``[sets, batch, seqlen, num_heads, head_dim]`` or ``[sets, tokens, num_heads, head_dim]``.
@@ -415,7 +415,8 @@ def flash_attn_combine(
         out: buffer of the result, filled and returned. ``out_dtype``: default that of ``out_partial``.
 
     Returns:
-        ``out`` as one of ``out_partial``, and float32 ``lse`` as one of ``lse_partial``.
+        ``out [batch, seqlen, num_heads, head_dim]`` or ``[tokens, num_heads, head_dim]``, and float32 ``lse``, natural,
+        of the same shape without ``head_dim``.
     """
     where = "flash_attn_combine"
     positive(where, sets=out_partial.shape[0] if out_partial.dim() else 1)

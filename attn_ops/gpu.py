@@ -1,4 +1,4 @@
-"""What the library asks of a GPU: alignment, compute capability, SMs, shared memory.
+"""Properties of GPUs: alignment, compute capability, SMs, shared memory.
 
 Functions with a cache, of one entry for each device, are for eager calls: Dynamo traces through caches, with a warning.
 The entry of ``torch.device("cuda")``, without an index, is that of the GPU that was current in its first call.
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 ALIGNMENT = 16
-"""Bytes of which addresses are multiples where kernels are compiled for that: the widest loads, and tensor maps, whose
-strides are such multiples too."""
+"""Alignment of addresses in bytes that the widest loads need. Tensor maps need it of addresses and strides."""
 
 ALIGNMENT_MASK = ALIGNMENT - 1
 """``not address & ALIGNMENT_MASK``: the address is aligned."""
@@ -54,7 +53,7 @@ def hopper_sms(device: torch.device) -> int:
 
 @functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """None where there is no GPU to ask, as when a program for CUDA is exported on another machine."""
+    """``(major, minor)``; None without a GPU, for example where a program for CUDA is exported."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 

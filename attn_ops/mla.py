@@ -56,7 +56,7 @@ NAMES_IN_RUN, NAMES_IN_FORWARD = TableNames("page_table", "kv_len"), TableNames(
 
 
 def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
-    """``sm_scale`` of 512 + 64, whose keys are 128 + 64 wide before absorption. Other sizes have no default."""
+    """``sm_scale`` of latents of 512 + 64: keys are 128 + 64 wide before absorption. Other sizes have no default."""
     if (head_dim_ckv, head_dim_kpe) != MLA_DIMS:
         fail(
             OptionError,
@@ -69,13 +69,14 @@ def default_scale(where: str, head_dim_ckv: int, head_dim_kpe: int) -> float:
 
 
 class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
-    """MLA for a batch: plan() once for a batch, run() in every layer; or forward() with a page table at hand.
+    """MLA for a batch: plan() once for a batch, run() in every layer; or forward() with a page table and no plan.
 
     Args:
         float_workspace_buffer: scratch memory on the device of the query.
         use_cuda_graph: ``qo_indptr [batch + 1]`` and ``kv_len_arr [batch]``, int32, become the plan's memory;
             ``kv_indptr [batch + 1]`` and ``kv_indices [max_pages]`` decide its capacity, and may hold the page
-            table for plan(), which does not write them. The batch size is fixed. Without it they have no effect.
+            table for plan(), which does not write them. The batch size is fixed. Without ``use_cuda_graph`` these
+            tensors have no effect.
         kv_layout: ``"NHD"`` or ``"HND"``, which are the same for a cache without heads.
         backend: no effect on results (:mod:`attn_ops.policy`).
     """
@@ -247,14 +248,13 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             page_table: int ``[batch, max_pages_per_request]``, ``kv_len``: int ``[batch]``; the query has the same
                 number of rows for every request.
             return_lse_base_on_e: natural LSE in the place of base 2.
-            ckv_scale, kpe_scale: of an FP8 cache; the output is multiplied by ``ckv_scale`` too. Where the two differ,
-                one part of the query takes up their ratio, rounded to its dtype. Both are required for an FP8 cache,
-                unless ``bmm1_scale`` or ``page_table`` is given.
+            ckv_scale, kpe_scale: scales of an FP8 cache; the output is multiplied by ``ckv_scale`` too. If they differ,
+                one part of the query is multiplied by their ratio and rounded to its dtype. Both are required for an
+                FP8 cache, unless ``bmm1_scale`` or ``page_table`` is given.
             ckv_scale_arr: float32 ``[pages, page_size, ckv / 128]``, in place of ``ckv_scale``: a scale for every
-                token and group of 128 columns. The batch's pages are converted to the dtype of the query in each call,
-                into memory of its own.
+                token and group of 128 columns. Each call copies the batch's pages in the dtype of the query.
             bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output, and ``o_scale`` divides
-                it, if it is FP8.
+                an FP8 output.
 
         Returns:
             ``out [rows, num_heads, ckv]``, with ``return_lse`` also float32 ``lse [rows, num_heads]``.
@@ -287,7 +287,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         )
         optional_flags(where, return_lse_base_on_e=return_lse_base_on_e)
         output = OutputSpec(out, lse, return_lse, dtype, "ln" if return_lse_base_on_e else self._lse_base or "log2")
-        sm_scale = None if bmm1_scale is None else 1.0  # whose place bmm1_scale takes
+        sm_scale = None if bmm1_scale is None else 1.0  # bmm1_scale takes its place
         tensors = nope, pe, ckv, kpe
         if page_table is not None:
             return self._unplanned_call(where, tensors, page_table, kv_len, output, scales, sinks, sm_scale, groups)
@@ -330,11 +330,11 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         assert isinstance(p.plan, PrefillPlan)
         p.check(call)
         pages = p.plan.kv_indices
-        # Made first: kernels may read a plan before the preceding kernel, one of dequantize's, has ended.
+        # Made before dequantize's kernels: attention may read a plan before the preceding kernel has ended.
         dequantized = self._dequantized_pages(pages)
         q_nope, q_pe, ckv, kpe = call.tensors
         tensors = groups.dequantize((q_nope, q_pe, ckv, kpe), pages)
-        if torch.compiler.is_compiling():  # the compiler may make it last: planning publishes what it writes
+        if torch.compiler.is_compiling():  # the compiler may order this write last: a planning op publishes it
             plan = with_pages(p.plan, dequantized)
         else:
             plan = p.plan._replace(kv_indices=dequantized)
@@ -358,15 +358,15 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         )
 
     def _dequantized_pages(self, pages: Tensor) -> Tensor:
-        """The page table of dequantized pages, 0, 1 and so on.
+        """The page numbers of dequantized pages: 0, 1 and so on.
 
-        Prepared calls are evicted with this tensor, so eager calls keep it.
+        Eager calls keep this tensor: prepared calls are evicted when it is freed.
         """
         numbers = self._page_numbers
         if numbers is None or numbers.shape != pages.shape:
             with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
                 numbers = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
-            # In a capture its values are written by the replay.
+            # In a capture its values are written at replay.
             if real(numbers) and not (pages.is_cuda and is_capturing()):
                 self._page_numbers = numbers
         return numbers

@@ -63,7 +63,7 @@ def get_batch_indices_positions(
 
 
 def _range(x: Tensor) -> tuple[int, int]:
-    """The smallest and the largest element, 0 and 0 of none."""
+    """The smallest and the largest element, 0 and 0 for an empty tensor."""
     least, most = x.aminmax() if x.numel() else (0, 0)
     return int(least), int(most)
 
@@ -76,7 +76,7 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     indptr = index(where, "kv_indptr", kv_indptr)
     last = index(where, "kv_last_page_len", kv_last_page_len)
     if seen(indptr):
-        # Whole tensors are tested first: the functions that word the errors loop over the numbers.
+        # Whole tensors are tested first: the functions that raise the errors loop over the numbers.
         if indptr.dim() != 1 or indptr.shape[0] < 2:
             check_indptr("kv_indptr", indptr, where, later=True)
         pages = indptr.long().diff()
@@ -139,7 +139,8 @@ def append_paged_mla_kv_cache(
 ) -> None:
     """Write latent tokens, in place: ``append_ckv [nnz, ckv]`` and ``append_kpe [nnz, kpe]``, or only one of them.
 
-    Caches are ``[pages, page_size, dim]``; None leaves that part out. The rest is as for :func:`append_paged_kv_cache`.
+    Caches are ``[pages, page_size, dim]``; a part whose cache is None is not written. The other arguments are as for
+    :func:`append_paged_kv_cache`.
     """
     where = "append_paged_mla_kv_cache"
     given = {"append_ckv": (append_ckv, ckv_cache), "append_kpe": (append_kpe, kpe_cache)}
@@ -149,7 +150,7 @@ def append_paged_mla_kv_cache(
             (new,) = required(where, **{name: tokens})
             parts.append((new, cache))
     if len(parts) == 1:
-        # The op writes two parts: give it an empty one, of width 0.
+        # The op writes two parts: the second one has width 0.
         new, cache = parts[0]
         parts.append((new[:, :0], cache[..., :0]))
     if parts:

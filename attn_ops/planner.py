@@ -68,11 +68,11 @@ class DecodePlanner(PlannerBase):
             many tokens of every request, or on all that ``max_pages`` hold; the other backends compute on the tokens
             there are.
         window_left: plan for a sliding window, so that keys outside of it cost no work; -1 for no window.
-        cache_pages: pages of the cache, which a validating plan checks ``kv_indices`` against.
-        num_ctas: CTAs that divide the work of one KV head. Default: two per SM in all, and one on Hopper for sizes that
-            ``cuda.decode`` takes, where a CTA has two KV heads if their number is even: of 64, and of 128 with
-            ``fp8_cache``. Calls that the general kernel runs over a plan of one per SM, with ALiBi, a float32 query or
-            RoPE over an FP8 cache, are faster with two.
+        cache_pages: pages of the cache, against which plan() checks ``kv_indices`` if it checks contents.
+        num_ctas: CTAs that divide the work of one KV head. Default: two CTAs per SM in all. On Hopper, for sizes that
+            ``cuda.decode`` takes, one CTA per SM, with two KV heads if their number is even and ``head_dim`` is 64, or
+            128 with ``fp8_cache``. Calls with ALiBi, a float32 query or RoPE over an FP8 cache, which the general
+            kernel runs, are faster with two CTAs per SM.
         context: the part of every request's keys that this rank holds, if several ranks share them. The page table that
             plan() takes and the capacities are those of all ranks; the plan has this rank's pages.
         head_shards: ranks that the heads are divided over (:mod:`attn_ops.distributed`). The head counts are those of
@@ -81,7 +81,7 @@ class DecodePlanner(PlannerBase):
             :data:`~attn_ops.plan.state.KV_BLOCK` tokens, whatever else is in the batch. The result of a request is
             then batch-invariant, bit for bit on the ``triton`` and ``cuda`` backends. None splits for load balance.
         fp8_cache: whether the cache is FP8, on which the default of ``num_ctas`` depends. A plan serves caches of any
-            dtype, and is faster for this one.
+            dtype, and is faster for this dtype.
         device: device of the plan; default torch's default device.
         storage: tensors that become fields of the plan, by the field's name, and under ``"workspace"`` the workspace.
             Nothing is allocated for them. A field is contiguous int32 of the shape that :class:`~attn_ops.DecodePlan`
@@ -95,11 +95,12 @@ class DecodePlanner(PlannerBase):
             lives.
 
     Raises:
-        OptionError: a size is out of range; ``context`` does not go with the page size or with another option.
-        ShapeError: the query heads do not share the KV heads evenly; a tensor of ``storage`` has another shape.
+        OptionError: a size is out of range, or ``context`` does not fit the page size or another option.
+        ShapeError: the number of query heads is no multiple of that of KV heads; a tensor of ``storage`` has a wrong
+            shape.
         CapacityError: the workspace of ``storage`` is too small.
-        ArgumentError: a tensor of ``storage`` is no field, or shares memory with another.
-        DTypeError, DeviceError: a tensor of ``storage`` is of another dtype or device.
+        ArgumentError: a tensor of ``storage`` is no field, or shares memory with another tensor.
+        DTypeError, DeviceError: a tensor of ``storage`` is of a wrong dtype or device.
     """
 
     state: DecodePlan
@@ -168,17 +169,17 @@ class DecodePlanner(PlannerBase):
             kv_indices: int ``[pages]``, page numbers. Entries after those of the last request are not used. They need
                 capacity only if the contents are not checked.
             kv_last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
-            validate: check the contents too. Default: if everything is on the host. On CUDA tensors
-                this synchronises; without it entries out of range are clamped on the device, so pages and query
-                rows beyond the capacity are left out.
+            validate: check the contents too. Default: if everything is on the host. For CUDA tensors this
+                synchronises. Contents that are not checked are clamped on the device, so pages and query rows beyond
+                the capacity are left out.
 
         Raises:
             CapacityError: the batch exceeds the plan's capacity; the message names the capacity that it needs.
             PageTableError: the contents are inconsistent; only if they are checked.
             OptionError: ``validate`` is True while the call is traced, where a page table has no contents.
             ShapeError: the lengths of the arguments do not agree.
-            RankError: with ``validate=True`` and a group in ``context``: the ranks have different batches, one
-                of them found an error, or one did not answer in time. Raised on all ranks.
+            RankError: with ``validate=True`` and a group in ``context``: the ranks have different batches, a rank found
+                an error, or a rank did not answer in time. Raised on all ranks.
         """
         self._fill(validate, kv_indptr, self._apart(kv_indices), kv_last_page_len)
         return self.state
@@ -189,7 +190,7 @@ class DecodePlanner(PlannerBase):
     ) -> None:
         """Raise what :meth:`plan` with this ``validate`` would raise for the contents, and write nothing.
 
-        Reads them, also from the device; with ``validate=None`` only if everything is on the host.
+        It reads contents from a device too, except with ``validate=None``.
         """
         self._check(validate, {"kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
 
@@ -215,14 +216,14 @@ class PrefillPlanner(PlannerBase):
             ``max_tokens * num_qo_heads`` at least 1,536 for each SM, and 1,024 for each request and KV head. The
             capacities are best no larger than batches are.
         num_ctas: capacity for splits, the work items of one KV head that query tiles are split into for load balance.
-            Unlike that of :class:`DecodePlanner` it is no number of CTAs: planning takes half of it for the number of
-            query tiles that the device computes at a time, or two thirds with head dims of values over 128. 0 never
-            splits; default by the device, and for MLA on Hopper by ``max_batch`` and ``max_tokens``, which are best no
+            Unlike that of :class:`DecodePlanner` it is no number of CTAs. Planning assumes that the device computes
+            half as many query tiles at a time, or two thirds with a head dim of values over 128. 0 never splits. The
+            default depends on the device, and for MLA on Hopper on ``max_batch`` and ``max_tokens``, which are best no
             larger than batches are.
-        fixed_split_size: as for :class:`DecodePlanner`, for every tile. The default of ``num_ctas`` is then the
-            largest number of splits that ``max_tokens`` and ``max_kv_len`` make, and ``tile_rows`` does not depend on
-            the capacities. A batch that needs more splits is refused if its lengths are on the host; with lengths on
-            the device it is planned without splits.
+        fixed_split_size: as for :class:`DecodePlanner`, for every tile. The default of ``num_ctas`` is then the largest
+            number of splits for ``max_tokens`` and ``max_kv_len``, and ``tile_rows`` does not depend on the capacities.
+            A batch that needs more splits is refused if its lengths are on the host; with lengths on the device it is
+            planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
         context: as for :class:`DecodePlanner`; not with ragged KV.
 
@@ -321,8 +322,8 @@ class PrefillPlanner(PlannerBase):
     ) -> PrefillPlan:
         """Fill the plan for a batch and return it: always the same tensors, with new contents.
 
-        ``qo_indptr``, int ``[batch + 1]``, holds the offsets of each request's query rows. For ragged KV ``kv_indptr``
-        holds the offsets of its tokens, and ``kv_indices`` and ``kv_last_page_len`` are left out. The other arguments
+        ``qo_indptr``, int ``[batch + 1]``, has the offsets of each request's query rows. For ragged KV ``kv_indptr``
+        has the offsets of its tokens, and ``kv_indices`` and ``kv_last_page_len`` are left out. The other arguments
         and the errors are those of :meth:`DecodePlanner.plan`.
         """
         kv_indices, kv_last_page_len = self._paged(kv_indptr, kv_indices, kv_last_page_len)
@@ -345,7 +346,7 @@ class PrefillPlanner(PlannerBase):
     def _paged(
         self, kv_indptr: Tensor, kv_indices: Tensor | None, kv_last_page_len: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """``kv_indices, kv_last_page_len`` of any KV: ragged KV has pages of one token and no page numbers."""
+        """``kv_indices, kv_last_page_len`` of paged or ragged KV, which has pages of one token and no page numbers."""
         if (kv_indices is None) != (kv_last_page_len is None):
             given, other = "kv_indices", "kv_last_page_len"
             if kv_indices is None:
@@ -419,7 +420,7 @@ class PrefillPlanner(PlannerBase):
 
 
 def _check_ragged(page_size: int, max_kv_len: int | None, context: ContextShard | None) -> None:
-    """The arguments of a planner for ragged KV."""
+    """Check the arguments of a planner for ragged KV."""
     if context is not None:
         fail(
             OptionError,
@@ -446,7 +447,7 @@ def _tile_rows_of_capacity(
     head_shards: int,
     capacity: tuple[int, int] | None,
 ) -> int:
-    """Query rows of a query tile, by ``capacity`` for requests and query rows; None if they must not depend on it."""
+    """Query rows of a query tile by ``capacity``, requests and query rows; None: they must not depend on capacity."""
     shards = max(1, head_shards)
     rows, large = None, False
     if capacity is not None:

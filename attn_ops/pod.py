@@ -35,7 +35,7 @@ def _prefill(
 
 
 class PODWithPagedKVCacheWrapper(WrapperGroup):
-    """One request's prefill over plain keys and values beside a batch's decoding over a paged cache.
+    """One request's prefill over dense keys and values beside a batch's decoding over a paged cache.
 
     Arguments of the constructor and of plan() are those of the decode wrapper; plan() is for the decoding.
     """
@@ -163,7 +163,7 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
                 fail(UnsupportedError, where, f"{name} is given", expected, fix)
         flags(where, causal_d=causal_d)
         optional_flags(where, return_lse_p=return_lse_p, return_lse_d=return_lse_d)
-        attention_options(  # for its errors, by the names that the arguments have here
+        attention_options(  # checked here for errors with this function's names
             where,
             suffix="_p",
             pos_encoding_mode=pos_encoding_mode_p,
@@ -245,7 +245,7 @@ class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Plan both batches, as the prefill wrapper does; the rows of the second are not causal."""
+        """Plan both batches, as the prefill wrapper does. Rows of the decode batch are not causal."""
         batches = (
             (self._prefill, (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p), "p"),
             (self._decode, (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d), "d"),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 class Policy(NamedTuple):
     """The policy on the arguments of one library.
 
-    no_effect    name -> why. Some have an effect in a function that documents it
-    unsupported  name -> (values that change nothing, reason). None always changes nothing
-    negligible   name -> the largest number of an unsupported argument that changes less than float32 rounds
+    no_effect    name -> why. Some arguments have an effect in a function that documents it
+    unsupported  name -> (values that change nothing, reason). None changes nothing
+    negligible   name -> the largest value of an unsupported argument that changes less than float32 rounding
     """
 
     no_effect: Mapping[str, str]
@@ -118,11 +118,11 @@ FLASHINFER = Policy(
     },
     negligible={"skip_softmax_threshold_scale_factor": 2.0**-24},
 )
-"""``block_tables`` and the lengths matter where a function takes what it attends to from them, and the lengths tell
-offsets in elements from those in tokens where ``backend`` is ``cudnn``.
+"""``block_tables`` and lengths have an effect in functions that read the page table from them. With ``backend="cudnn"``
+lengths also decide whether offsets count elements or tokens.
 
-Probabilities below ``skip_softmax_threshold_scale_factor`` over the number of keys may be left out, next to the row's
-largest one: together at most the factor.
+A small ``skip_softmax_threshold_scale_factor`` is negligible: keys may be left out whose probability, relative to the
+largest of the row, is below the factor over the number of keys. All such probabilities together are at most the factor.
 """
 
 FLASH_ATTENTION = Policy(
@@ -141,8 +141,8 @@ FLASH_ATTENTION = Policy(
         "alibi_slopes": ((), _ALIBI),
     },
 )
-"""``dropout_p`` is never None."""
+"""A ``dropout_p`` of None is refused too (:func:`attn_ops.frontend.flash.arguments.refuse`)."""
 
 NO_EFFECT = FLASHINFER.no_effect.keys() | FLASH_ATTENTION.no_effect.keys()
 UNSUPPORTED = FLASHINFER.unsupported.keys() | FLASH_ATTENTION.unsupported.keys()
-"""Names of the arguments of both."""
+"""Names of these arguments of both libraries."""

@@ -1,4 +1,4 @@
-"""Prefill and append: any number of query rows per request, over paged, ragged or plain keys and values.
+"""Prefill and append: any number of query rows per request, over paged, ragged or dense keys and values.
 
 FlashInfer's names and arguments; shapes and meaning as in the user guide (docs/guide/). LSE is base 2 unless
 ``lse_base="ln"``. A causal mask is aligned bottom-right: the last query row sees every key.
@@ -97,10 +97,10 @@ def single_prefill_with_kv_cache(
         k, v: ``[kv_len, num_kv_heads, head_dim]``, or ``[num_kv_heads, kv_len, head_dim]`` with layout HND; the
             values may have a head dimension of their own.
         scale_q, scale_k, scale_v, k_scale, v_scale: per tensor, or per head with an FP8 query (docs/guide/fp8.md).
-            Those of query and keys multiply ``sm_scale``, those of the values the output.
-        o_dtype: of the output; unless given, that of ``q``. FP8 is saturated.
-        custom_mask: bool ``[qo_len, kv_len]`` or flat, True keeps; overrides ``causal``. ``packed_custom_mask``:
-            its bits, little-endian in uint8, taken before it.
+            Scales of query and keys multiply ``sm_scale``, scales of the values the output.
+        o_dtype: dtype of the output; default that of ``q``. FP8 is saturated.
+        custom_mask: bool ``[qo_len, kv_len]`` or flat, True keeps; overrides ``causal``. ``packed_custom_mask``: its
+            bits, little-endian in uint8; it takes precedence over ``custom_mask``.
         window_left, window_right: keys before and after the query's position that it sees, -1 for all.
 
     Returns:
@@ -159,7 +159,7 @@ def single_prefill_call(
 
 
 def _check_mask_shape(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:
-    """A mask is flat, or has a dimension for query rows and one for keys."""
+    """Raise unless ``mask`` is flat or ``[qo_len, kv_len]``."""
     if mask is not None and mask.dim() != 1 and tuple(mask.shape) != (qo_len, kv_len):
         fail(ShapeError, where, f"custom_mask is {shape_of(mask)}", f"[{qo_len}, {kv_len}], or flat", "reshape it")
 
@@ -176,11 +176,11 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         float_workspace_buffer: scratch memory on the device of the query, any dtype.
         use_cuda_graph: the buffers, int32, become the plan's memory: ``qo_indptr_buf [batch + 1]``,
             ``paged_kv_indptr_buf [batch + 1]``, ``paged_kv_indices_buf [max_pages]``,
-            ``paged_kv_last_page_len_buf [batch]``; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and
-            the first plan's query rows are the most. Without it the buffers have no effect.
+            ``paged_kv_last_page_len_buf [batch]``; masks are copied to ``custom_mask_buf``, uint8. The batch size is
+            fixed, and no later plan may have more query rows than the first. Without it the buffers have no effect.
         backend: ``"cudnn"`` takes caches ``[pages, num_kv_heads, page_size, head_dim]`` whatever ``kv_layout`` says, as
-            FlashInfer's does. Otherwise no effect on results (:mod:`attn_ops.policy`), as mask_indptr_buf
-            (``qk_indptr_buf`` in 0.2), jit_kwargs and variant_owns_mask.
+            FlashInfer's does. Otherwise it has no effect on results (:mod:`attn_ops.policy`).
+        mask_indptr_buf (``qk_indptr_buf`` in 0.2), jit_kwargs, variant_owns_mask: no effect on results.
         jit_args: as for decoding.
 
     run() traces: under ``torch.compile(fullgraph=True)`` it is one ``attn.batch_prefill`` node.
@@ -283,7 +283,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             window_left, window_right: keys before and after a query row's position that it sees, -1 for all.
 
         Raises:
-            ShapeError: a mask's length does not follow from the lengths of the batch. Others as for decoding.
+            ShapeError: a mask does not have the length that the lengths of the batch give. Other errors are as for
+                decoding.
         """
         where = f"{self._name}.plan"
         check_fp16_reduction(where, allow_fp16_qk_reduction, use_fp16_qk_reduction)
@@ -345,7 +346,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
     ) -> tuple[int, int]:
         """Bytes of float workspace that plan() with these arguments needs, and bytes of integers it holds.
 
-        The arguments that follow are plan()'s, of which those about splits, masks, windows and lengths count.
+        ``args`` and ``kwargs`` are the further arguments of plan(). Of these splits, masks, windows and lengths count.
         """
         where = f"{self._name}.workspace_size"
         tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len

@@ -25,9 +25,9 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
     """Pack each segment ``x[indptr[i]:indptr[i + 1]]`` from a byte of its own.
 
     Returns:
-        ``packed`` uint8 ``[bytes]`` and ``byte_indptr`` int32 ``[segments + 1]``. Their number of bytes depends on the
-        data, so this reads ``indptr`` on the host, in compiled code as well, which does not check its values;
-        ``torch.ops.attn.segment_packbits`` takes the number instead.
+        ``packed`` uint8 ``[bytes]`` and ``byte_indptr`` int32 ``[segments + 1]``. The number of bytes depends on the
+        contents of ``indptr``, which is copied to the host, also in compiled code, where its values are not checked.
+        ``torch.ops.attn.segment_packbits`` takes the number of bytes instead.
     """
     where = "segment_packbits"
     indptr = index(where, "indptr", indptr)

@@ -98,7 +98,7 @@ def _check(name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dty
 def _tile_rows(
     device: str | torch.device | None, heads: tuple[int, int], head_dim: int, head_dim_vo: int | None, rows: int
 ) -> int:
-    """Query rows of a query tile by default, for blocks of so many rows."""
+    """Query rows of a query tile by default, for blocks of ``rows`` rows."""
     dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
     return default_tile_rows(torch.empty(0, device=device).device, *heads, dims, rows, unsplit=True)
 
@@ -232,7 +232,7 @@ class BlockSparsePlanner(_SparsePlanner):
 class VariableBlockSparsePlanner(_SparsePlanner):
     """Plans for ``torch.ops.attn.block_sparse_prefill`` from a block map of each KV head, with blocks of any sizes.
 
-    KV heads are different requests of the plan, over one sequence of the keys of all heads. The op therefore takes
+    KV heads are different requests of the plan, over the keys of all heads one after another. The op therefore takes
     ``q [num_kv_heads * num_rows, group, head_dim]`` and ``k, v [num_kv_heads * num_keys, 1, head_dim]``, as
     :func:`fold_heads` makes them.
 

@@ -1,4 +1,4 @@
-"""Conditions on sizes, which are symbols where a call is traced: PyTorch's guards, without SymPy for plain sizes."""
+"""Conditions on sizes, which may be symbolic in traced calls: PyTorch's guards, without SymPy for plain integers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,32 @@ def _guards() -> Any:
 
 
 def guard_or_false(condition: Any) -> bool:
-    """Whether ``condition`` holds, with a guard on symbols; False for one that only the run knows."""
+    """Whether ``condition`` holds, with a guard on symbols; False if contents of tensors decide it."""
     return condition if isinstance(condition, bool) else _guards().guard_or_false(condition)
 
 
 def guard_or_true(condition: Any) -> bool:
-    """Whether ``condition`` holds, with a guard on symbols; True for one that only the run knows."""
+    """Whether ``condition`` holds, with a guard on symbols; True if contents of tensors decide it."""
     return condition if isinstance(condition, bool) else _guards().guard_or_true(condition)
 
 
-def statically_known_true(condition: Any) -> bool:
-    """Whether ``condition`` holds for all sizes that the graph leaves open, without a guard.
+def holds(condition: Any) -> bool:
+    """Whether a condition that a call requires holds, with a guard on symbols.
 
-    To what Dynamo traces, conditions on symbols are bools too.
+    One that only the run knows, on sizes that the graph computes from contents, becomes an assertion of the graph.
+    """
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    if not _guards().guard_or_true(condition):
+        return False
+    torch._check(condition)
+    return True
+
+
+def statically_known_true(condition: Any) -> bool:
+    """Whether ``condition`` holds for all symbolic sizes of the graph, without a guard.
+
+    In code that Dynamo traces, conditions on symbols are bools too.
     """
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
@@ -36,7 +49,7 @@ def statically_known_true(condition: Any) -> bool:
 
 
 def has_static_value(size: Any) -> bool:
-    """Whether ``size`` is one number for all sizes that the graph leaves open, without a guard."""
+    """Whether ``size`` is a constant of the graph, without a guard."""
     static: bool = _guards().has_static_value(size)
     return static
 
@@ -47,7 +60,7 @@ def at_most(size: int, most: int) -> int:
 
 
 def at_least(size: int, least: int) -> int:
-    """``max(size, least)``, likewise."""
+    """``max(size, least)``, without a guard on symbols."""
     return max(size, least) if type(size) is int and type(least) is int else torch.sym_max(size, least)
 
 
@@ -57,9 +70,10 @@ def any_zero(*sizes: int) -> bool:
 
 
 def overlapping_dim(t: torch.Tensor) -> int | None:
-    """A dimension of ``t`` whose steps end within what the dimensions of smaller strides span; None if none is known.
+    """A dimension of ``t`` whose stride is at most the span of the dimensions with smaller strides; None without one.
 
-    Its elements then share memory, but for strides that no view of a tensor has. Adds no guard on a number of rows.
+    Elements of such a tensor share memory, except with strides that no view of a tensor has. What symbolic sizes leave
+    open counts as no overlap. No guard is added on a number of rows.
     """
     if not torch.compiler.is_compiling() and type(t) is torch.Tensor and t.is_contiguous():
         return None
@@ -76,7 +90,7 @@ def overlapping_dim(t: torch.Tensor) -> int | None:
 
 
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are one, or views of the same elements. Adds no guard."""
+    """Whether ``a`` and ``b`` are one tensor, or views of the same elements. No guard is added."""
     if a is b:
         return True
     if type(a) is type(b) is torch.Tensor:

@@ -47,7 +47,7 @@ _RAW_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What code raises for an argument that it did not expect. Other errors are left alone, and those of a device."""
+"""Errors that code raises for an unexpected argument. Other errors, and errors of a device, are raised as they are."""
 
 INT64_MAX = torch.iinfo(torch.int64).max
 
@@ -58,7 +58,7 @@ _ADMITTED: dict[Any, tuple[type, ...]] = {
     list: (list, tuple),
     torch.device: (torch.device, int),
 }
-"""Types that do for an annotation, NumPy's numbers and symbolic ones among them."""
+"""Types that an annotation admits beside its own, such as NumPy's and symbolic numbers."""
 
 _NAMES = {
     Tensor: "a tensor",
@@ -73,7 +73,7 @@ _NAMES = {
 
 
 _ABOUT_TYPES = (" of type ", " is None; expected ")
-"""Words of messages about the type of an argument."""
+"""Texts in messages about the type of an argument."""
 
 
 _NAMES_IN_PLANS = {
@@ -99,9 +99,9 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
     The error is an :class:`~attn_ops.errors.ArgumentError`; an :class:`~attn_ops.errors.OptionError` for an integer
     beyond 64 bits; a :class:`~attn_ops.errors.ShapeError` for a tensor without dimensions; or a
-    :class:`~attn_ops.errors.DeviceError` for one on ``meta`` among others. An error that no
-    argument's type explains is raised as it is. Constructors, whose arguments may be used later, are checked before
-    they run. Compiled and exported graphs do not contain the decorator.
+    :class:`~attn_ops.errors.DeviceError` for a tensor on ``meta``. An error that no argument's type explains is raised
+    as it is. Constructors, whose arguments may be used later, are checked before they run. Compiled and exported graphs
+    do not contain the decorator.
     """
     constructs = function.__name__ == "__init__"
 
@@ -129,13 +129,15 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
                     raise
         raise error from None
 
+    # Dynamo keeps the graphs, and the sizes that have varied, of each code object: functions do not share one.
+    call.__code__ = call.__code__.replace(co_name=function.__qualname__)  # type: ignore[attr-defined]
     return call
 
 
 def integers(where: str, **values: Any) -> tuple[Any, ...]:
-    """``values``, NumPy's integers as Python's.
+    """``values``, with NumPy's integers as Python's.
 
-    One that is no integer raises the error of :func:`typed`: arithmetic takes floats and bools too.
+    A value that is no integer raises the error of :func:`typed`: arithmetic takes floats and bools too.
     """
     for name, value in values.items():
         if type(value) is not int and not _admits(value, int):
@@ -151,27 +153,27 @@ def flags(where: str, **values: Any) -> None:
 
 
 def optional_flags(where: str, **values: Any) -> None:
-    """:func:`flags`, each of which may be None."""
+    """:func:`flags`, where each value may be None."""
     for name, value in values.items():
         if value is not None:
             flags(where, **{name: value})
 
 
 def optional_integers(where: str, **values: Any) -> tuple[Any, ...]:
-    """:func:`integers`, each of which may be None."""
+    """:func:`integers`, where each value may be None."""
     return tuple(None if x is None else integers(where, **{name: x})[0] for name, x in values.items())
 
 
 def check_real(where: str, name: str, t: Tensor) -> None:
-    """Refuse a complex tensor, of which conversions to real dtypes drop a part."""
+    """Raise for a complex tensor: conversions to real dtypes drop its imaginary part."""
     if t.is_complex():
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "a tensor of real numbers", f"convert {name}")
 
 
 def check_no_overlap(where: str, name: str, t: Tensor, otherwise: str) -> None:
-    """Refuse a tensor that is written and whose elements share memory, as those of an expanded tensor do.
+    """Raise for a tensor that is written and whose elements share memory, as in an expanded tensor.
 
-    ``otherwise`` ends the advice.
+    ``otherwise`` ends the fix in the message.
     """
     dim = overlapping_dim(t)
     if dim is not None:
@@ -187,7 +189,7 @@ def check_no_overlap(where: str, name: str, t: Tensor, otherwise: str) -> None:
 def _renamed(
     raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AttnOpsError | None:
-    """The error by the name of the caller's argument, if ``raised`` is about a type and comes from further inside."""
+    """The error with the name of the caller's argument, if ``raised`` is about a type and names an inner argument."""
     message = str(raised)
     about_type = any(words in message for words in _ABOUT_TYPES)
     own = message.startswith(f"{_where(function, args)}: ")
@@ -199,9 +201,9 @@ def _renamed(
 def _of_caller(
     raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AttnOpsError | None:
-    """The error of planning by the names of the caller: of the function or method, and of its arguments.
+    """The error of planning with the caller's names of the function or method and of its arguments.
 
-    Those of planners are the names of the C++ API too.
+    Errors of planners keep their names, which the C++ API has too.
     """
     message, where = str(raised), _where(function, args)
     if "Planner" in where:
@@ -232,7 +234,7 @@ def _with_names(message: str, names: Mapping[str, str]) -> str:
 
 @contextmanager
 def page_table_called(qo_indptr: str, kv_indptr: str, kv_indices: str, kv_last_page_len: str) -> Iterator[None]:
-    """Errors of planning in this context name the parts of a page table so."""
+    """Context in which errors of planning have these names for the parts of a page table."""
     parts = {
         "qo_indptr": qo_indptr,
         "kv_indptr": kv_indptr,
@@ -252,7 +254,7 @@ def _is_read_later(argument: _Argument) -> bool:
 
 
 def _may_explain(message: str, argument: _Argument) -> bool:
-    """Whether an argument may be why a call failed. One that most functions do not read is None in most calls."""
+    """Whether an argument may be why a call failed. An argument without an effect may well be None."""
     return argument.name not in NO_EFFECT or argument.value is not None or "None" in message
 
 
@@ -286,10 +288,10 @@ def _type_error(
 
 
 def _value_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttnOpsError | None:
-    """The error of the first argument of a failed call that has a value of the right type which nothing takes.
+    """The error of the first argument of a failed call whose type is right and whose value no function takes.
 
-    An integer beyond 64 bits, a device that this machine lacks, or a tensor that is nested, sparse or complex, that has
-    no dimensions or is on ``meta``.
+    Such a value is an integer beyond 64 bits, a device that this machine lacks, or a tensor that is nested, sparse or
+    complex, has no dimensions, or is on ``meta``.
     """
     for name, value in _devices(function, args, kwargs):
         lacks = _unavailable(value)
@@ -324,9 +326,9 @@ def _caught(refuse: Callable[..., None], *args: Any) -> AttnOpsError | None:
 
 
 def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Argument]:
-    """The arguments, those of ``*args`` and ``**kwargs`` apart; last those that have no effect in most functions.
+    """The named arguments of a call, without ``*args`` and ``**kwargs``. Arguments of NO_EFFECT come last.
 
-    Nothing if they are too many, too few or unknown: Python's own message says it.
+    The list is empty if the call does not fit the signature: Python's own message says so.
     """
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
@@ -339,7 +341,7 @@ def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 
 
 def _devices(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The devices among the arguments, also those that are defaults."""
+    """The devices among the arguments, default values included."""
     given = {argument.name for argument in _arguments(function, args, kwargs)}
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     found = {name: p.default for name, p in parameters.items() if name not in given and p.default is not p.empty}
@@ -348,7 +350,7 @@ def _devices(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _unavailable(device: Any) -> str:
-    """Why nothing can be allocated on ``device``, and what to pass; nothing if something can."""
+    """Why no tensor can be allocated on ``device``, and what to pass; empty if one can."""
     try:
         torch.device(device)
     except (RuntimeError, TypeError):
@@ -363,7 +365,7 @@ def _unavailable(device: Any) -> str:
 
 def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
     for leaf in leaves:
-        if leaf.value.is_nested:  # strided ones, too, which have no sizes
+        if leaf.value.is_nested:  # nested tensors with a strided layout have no sizes either
             fix = f"pass torch.cat({leaf.name}.unbind()), or {leaf.name}.to_padded_tensor(0)"
             fail(ArgumentError, where, f"{leaf.name} is a nested tensor", "a strided tensor", fix)
         if leaf.value.layout is not torch.strided:
@@ -399,7 +401,7 @@ def _refuse_type(where: str, wrong: _Argument) -> None:
         shown = f"a tensor {list(value.shape)}"
         fix = f"pass {name}.item()" if value.numel() == 1 and _admits(1, annotation) else fix
     elif isinstance(value, str | int | float | complex):
-        number = float(value) if isinstance(value, float) else value  # of a graph, one that stands for a symbol
+        number = float(value) if isinstance(value, float) else value  # a float of a graph may stand for a symbol
         shown = f"{number!r}, of type {type(value).__name__}"
     else:
         kind = type(value)
@@ -462,7 +464,7 @@ def _admits(value: Any, annotation: Any) -> bool:
 
 
 def _tensors(argument: _Argument) -> Iterator[_Argument]:
-    """The tensors of an argument. Those that may be of any type are left out: such an argument takes every tensor."""
+    """The tensors of an argument. An argument annotated Any is left out: it takes every tensor."""
     name, value, annotation = argument
     if isinstance(value, Tensor) and annotation is not Any:
         yield argument

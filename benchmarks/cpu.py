@@ -1,10 +1,11 @@
-"""Eager attention on the CPU: every op beside PyTorch's scaled_dot_product_attention on the same numbers."""
+"""Eager attention on the CPU: every op beside PyTorch's scaled_dot_product_attention on tensors of the same sizes."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-import statistics
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -194,14 +195,6 @@ FUNCTIONS = {
 """Each is called with every number of heads and dtype of :data:`HEADS` and :data:`DTYPES`."""
 
 
-def _functions() -> Iterator[tuple[str, Calls]]:
-    """Public functions, on what a first script passes to them."""
-    for name, function in FUNCTIONS.items():
-        for size, heads, dtype in itertools.product(function.sizes, HEADS, DTYPES):
-            shape = Shape(*size, heads, dtype)
-            yield f"{name} {shape}", {"op": function.make(shape), "sdpa": function.peer(shape)}
-
-
 def _demo_step() -> Callable[[], object]:
     """Planning and one eager decode step of the demo's model: four requests of 128 tokens."""
     config = ModelConfig(1024, 512, 1024, num_layers=4, num_qo_heads=8, num_kv_heads=2, head_dim=64, windows=(-1,) * 4)
@@ -237,9 +230,24 @@ def _others() -> Calls:
     }
 
 
-def _microseconds(calls: Calls, rounds: int) -> dict[str, tuple[float, float]]:
-    """Least and median time of each call over interleaved rounds."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def _cases() -> Iterator[tuple[str, Calls]]:
+    """Each op and public function beside its peer, then the calls without one."""
+    for op, shapes in SHAPES.items():
+        for shape in shapes:
+            call = _single(shape) if op == "single_prefill" else _paged(op, shape)
+            by_backend = {"op": functools.partial(call, "auto"), "reference": functools.partial(call, "reference")}
+            yield f"{op} {shape}", {**by_backend, "sdpa": _sdpa(shape)}
+    for name, function in FUNCTIONS.items():
+        for size, heads, dtype in itertools.product(function.sizes, HEADS, DTYPES):
+            shape = Shape(*size, heads, dtype)
+            yield f"{name} {shape}", {"op": function.make(shape), "sdpa": function.peer(shape)}
+    for name, alone in _others().items():
+        yield name, {"op": alone}
+
+
+def _microseconds(calls: Calls, rounds: int) -> dict[str, float]:
+    """Least time of each call over interleaved rounds."""
+    least = dict.fromkeys(calls, math.inf)
     for _ in range(rounds):
         for name, call in calls.items():
             call()
@@ -247,8 +255,8 @@ def _microseconds(calls: Calls, rounds: int) -> dict[str, tuple[float, float]]:
             while (elapsed := time.perf_counter() - start) < ROUND_SECONDS:
                 call()
                 count += 1
-            times[name].append(elapsed / count * 1e6)
-    return {name: (min(t), statistics.median(t)) for name, t in times.items()}
+            least[name] = min(least[name], elapsed / count * 1e6)
+    return least
 
 
 @torch.no_grad()
@@ -258,26 +266,10 @@ def run(args: argparse.Namespace) -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         torch.manual_seed(0)
-        for op, shapes in SHAPES.items():
-            for shape in shapes:
-                call = _single(shape) if op == "single_prefill" else _paged(op, shape)
-                calls: Calls = {
-                    "op": lambda call=call: call("auto"),  # type: ignore[misc]
-                    "reference": lambda call=call: call("reference"),  # type: ignore[misc]
-                    "sdpa": _sdpa(shape),
-                }
-                least = {name: t[0] for name, t in _microseconds(calls, args.rounds).items()}
-                ratio = least["op"] / least["sdpa"]
-                rows.append({"what": f"{op} {shape}", "threads": threads, **least, "ratio": ratio})
-                print(rows[-1])
-        for name, calls in _functions():
-            least = {name: t[0] for name, t in _microseconds(calls, args.rounds).items()}
-            rows.append({"what": name, "threads": threads, **least, "ratio": least["op"] / least["sdpa"]})
-            print(rows[-1])
-        for name, (least_time, _) in _microseconds(_others(), args.rounds).items():
-            rows.append(
-                {"what": name, "threads": threads, "op": least_time, "reference": None, "sdpa": None, "ratio": None}
-            )
+        for name, calls in _cases():
+            least = _microseconds(calls, args.rounds)
+            ratio = least["op"] / least["sdpa"] if "sdpa" in least else None
+            rows.append({"what": name, "threads": threads, **least, "ratio": ratio})
             print(rows[-1])
     found = [row["ratio"] for row in rows if row["ratio"]]
     within = sum(ratio <= MAX_RATIO for ratio in found)

@@ -79,9 +79,12 @@ def block_sparse_table(
     return empty(batch + 1), empty(max_pages), empty(batch), empty(batch)
 
 
-def shard_page_table(kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *_: Any, **__: Any) -> Any:
+def shard_page_table(
+    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` as the arguments."""
-    return tuple(t.new_empty(t.shape) for t in (kv_indptr, kv_indices, kv_last_page_len))
+    indptr, indices, last_page_len = (t.new_empty(t.shape) for t in (kv_indptr, kv_indices, kv_last_page_len))
+    return indptr, indices, last_page_len
 
 
 def packbits(x: Tensor, **_: Any) -> Tensor:

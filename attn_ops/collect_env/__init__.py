@@ -1,7 +1,7 @@
 """What a bug report needs: versions, GPUs, backends and caches, as this process sees them.
 
-``python -m attn_ops.collect_env`` prints it. On a GPU that CUDA kernels run on, those of the ops that are listed are
-compiled, unless they are cached: whether they compile is part of the report.
+``python -m attn_ops.collect_env`` prints it. On a GPU that runs CUDA kernels, the kernels of :data:`OPS` are compiled
+unless they are cached: whether they compile is part of the report.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ class Environment:
             ``CUDA driver``.
         gpus: one line for each visible CUDA device: name, compute capability, SMs, memory.
         backends: by op, the lines of :func:`attn_ops.explain`: which backend and kernel runs the op, and why each other
-            does not. They hold for bfloat16, 32 query heads, 8 KV heads, head_dim 128 and page size 16 (``batch_mla``:
-            latents of 512 and 64, one KV head, page size 64), on GPU 0 if there is one, else on the CPU.
-        prepared_calls: by op, the number of prepared calls. Ops without any are left out.
-        launcher: whether eager calls on CUDA are prepared, and why not.
-        images: whether packages that are made here contain images of compiled kernels, and why not.
+            backend does not. The lines are for bfloat16, 32 query heads, 8 KV heads, head_dim 128 and page size 16
+            (``batch_mla``: latents of 512 and 64, one KV head, page size 64), on GPU 0 if there is one, else on the
+            CPU.
+        prepared_calls: by op, the number of prepared calls. Ops without prepared calls are left out.
+        launcher: whether eager calls on CUDA are prepared, or why not.
+        images: whether packages that are made here contain images of compiled kernels, or why not.
         cuda_compiler: the compiler of CUDA kernels, or why there is none.
         cuda_kernels: where compiled CUDA kernels come from: the number that the installation carries for this CUDA, and
             the cache on disk.
         tuning_table: the table that ``ATTN_OPS_TILES`` names, and its number of entries for these GPUs.
-        variables: those of :data:`VARIABLES` that are set.
+        variables: the environment variables of :data:`VARIABLES` that are set.
     """
 
     versions: dict[str, str]

@@ -6,5 +6,5 @@ class DemoError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its message, or its class."""
+    """The first line of the error's message, or the name of its class if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -54,7 +54,7 @@ class Memory:
         caches: per layer ``[num_pages, 2, page_size, num_kv_heads, head_dim]``, keys at index 0, values at index 1.
         decode: planner of decode steps.
         prefill: planner of prefill steps.
-        plans: what steps are called with, of prefill and decode.
+        plans: the plans that the prefill step and the decode step are called with.
     """
 
     def __init__(

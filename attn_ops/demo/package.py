@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
     Attributes:
         lines: new tokens of each request, or why it was refused.
-        numbers: of the summary, by name: seconds, free_pages, preemptions and so on.
+        numbers: the numbers of the summary by name: seconds, free_pages, preemptions and so on.
         python_mapped: whether the process loaded libpython.
     """
 

@@ -40,7 +40,7 @@ PAGE_SIZE = 16
 PREFILL_TOKENS = 128
 REQUESTS_PER_SLOT = 2
 STAGES, STAGES_ON_RANKS = 11, 7
-"""Stages of a run. On several ranks it ends before the packages."""
+"""Number of stages of a run. A run on several ranks ends before the packages."""
 
 MIN_MULTITHREADED_PARAMETERS = 1 << 27
 """Smaller models run on one CPU thread: their ops are too short to be divided."""

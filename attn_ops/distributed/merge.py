@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
@@ -43,12 +44,12 @@ def merge_context(
             all-to-all: ``1 / world`` of the bytes that every rank receives. Default: every rank gets all heads, by an
             all-gather.
         sinks: float32 ``[num_heads]``, a natural-log logit per head with value 0, which counts once for all ranks. The
-            calls of attention on a part of the keys go without. With ``scatter_heads`` those of all heads, too.
+            calls of attention on a part of the keys get no sinks. ``scatter_heads`` takes the sinks of all heads too.
         replicated: ``(out, lse)`` of keys that every rank has, such as the new rows of a chunk among themselves, which
-            count once. With ``scatter_heads`` those of this rank's heads.
-        exchange: memory of the group's ranks, with which one kernel exchanges and merges the states. Without it, or
-            where it is unavailable, by a collective.
-        plan: the plan by which ``out`` was computed, to check that it is this rank's.
+            count once. With ``scatter_heads``, ``(out, lse)`` of this rank's heads.
+        exchange: memory of the group's ranks, with which one kernel exchanges and merges the states. Without an
+            exchange, or if it is unavailable, a collective exchanges them.
+        plan: the plan by which ``out`` was computed, to check that it is this rank's plan.
 
     Returns:
         ``out [rows, heads, head_dim]`` in the dtype of ``out`` and float32 ``lse [rows, heads]``, base 2, over all
@@ -61,10 +62,8 @@ def merge_context(
         CapacityError: ``out`` has more rows than ``exchange`` has capacity for.
         DTypeError: ``out`` is not one of the dtypes, or ``lse`` or ``sinks`` not float32.
         DeviceError: ``lse``, ``sinks``, ``replicated`` or ``exchange`` is on another device than ``out``.
-        RankError: there is no process group, or ``exchange`` is of another one.
+        RankError: there is no process group, or ``exchange`` is of another group.
     """
-    import torch.distributed as dist
-
     group = context_group("merge_context", exchange.group if group is None and exchange is not None else group)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     shares = world if scatter_heads else 1
@@ -192,7 +191,7 @@ def _packed(out: Tensor, lse: Tensor) -> Tensor:
     if rows.shape[-1] * rows.element_size() % 4:
         rows = rows.float()
     rows = rows.contiguous()
-    if not is_compiling() and rows.storage_offset() * rows.element_size() % 4:  # which Dynamo does not trace
+    if not is_compiling() and rows.storage_offset() * rows.element_size() % 4:  # Dynamo does not trace storage_offset
         rows = rows.clone()
     return torch.cat((rows.view(torch.float32), lse), -1)
 

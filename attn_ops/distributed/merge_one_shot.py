@@ -1,7 +1,7 @@
 """Merge the states of ranks on one host in one kernel, through symmetric memory: the op ``attn::merge_context``.
 
-The op is not one of ``attn_ops/ops/schemas.py``: it runs on CUDA alone, with addresses that belong to this process, so
-it has no reference and no place in a package. A compiled graph calls it.
+The op is not in ``attn_ops/ops/schemas.py``: it runs on CUDA alone, with addresses that are valid in this process
+alone, so it has no reference and cannot be packaged. A compiled graph calls it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
@@ -28,16 +29,16 @@ from attn_ops.typed import integers, typed
 __all__ = ["ContextExchange"]
 
 CTAS = 64
-"""CTAs of a launch. All must be resident while they wait, which leaves room for others on every GPU."""
+"""CTAs of a launch. All CTAs must be resident, since they wait for other ranks: so few fit beside other kernels."""
 
 MAX_WORLD = 16
-"""GPUs of one host. The kernel unrolls its loop over them."""
+"""Largest number of ranks, each with a GPU of one host. The kernel unrolls its loop over ranks."""
 
 TIMEOUT_S = 600.0
-"""Default time-out of a kernel, and that of the ranks when they make an exchange."""
+"""Default ``timeout_s`` of a kernel, and seconds that ranks wait for each other when they make an exchange."""
 
 MAX_TIMEOUT_S = 2e6
-"""An int32 holds its milliseconds."""
+"""Largest ``timeout_s``: an int32 holds it in milliseconds."""
 
 LIBRARY = Library("attn", "FRAGMENT")
 LIBRARY.define(
@@ -48,7 +49,7 @@ LIBRARY.define(
 
 
 def bytes_of_states(packed_rows: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of half a buffer for so many packed rows: values and LSE."""
+    """Bytes of half a buffer for the values and LSEs of ``packed_rows`` rows, rounded up to a multiple of 16."""
     return -(-packed_rows // 16) * 16 * (head_dim * dtype.itemsize + 4)
 
 
@@ -120,23 +121,24 @@ class ContextExchange:
 
     Collective: all ranks make it with the same arguments and in the same order, outside of graphs. The kernel replaces
     the collective and the merge; all ranks compute the same bits. One exchange serves all layers, from one stream at a
-    time, and all ranks call it the same number of times. Where this memory cannot be had, ``unavailable`` says why, on
-    all ranks the same, and :func:`merge_context` takes a collective.
+    time, and all ranks call it the same number of times. Where such memory cannot be allocated, ``unavailable`` gives
+    the reason, the same on all ranks, and :func:`merge_context` uses a collective.
 
-    The kernel of a rank waits on its GPU for those of the others. After ``timeout_s`` it ends with NaN, and the
-    exchange has failed for good, on all ranks: later kernels do not wait, and give NaN. Eager calls raise the RankError
-    of :meth:`check` as soon as the host knows. Compiled graphs and CUDA graphs do not: call :meth:`check` after a step.
-    To go on, make a new exchange on all ranks. An error that all ranks raise before their kernels, such as a
-    CapacityError, leaves the exchange as it was. After one of some ranks alone, the kernels of the others time out.
+    The kernel of a rank waits on its GPU for the kernels of the other ranks. After ``timeout_s`` it ends with NaN, and
+    the exchange has failed for good, on all ranks: later kernels do not wait, and give NaN. Eager calls raise the
+    RankError of :meth:`check` as soon as the host knows. Compiled graphs and CUDA graphs do not: call :meth:`check`
+    after a step. To go on, make a new exchange on all ranks. An error that all ranks raise before their kernels, such
+    as a CapacityError, leaves the exchange as it was. If only some ranks raise an error, the kernels of the other
+    ranks time out.
 
     Args:
         max_rows: capacity for query rows.
         num_heads: query heads.
         head_dim: elements of an output.
-        dtype: of ``out``, float16, bfloat16 or float32.
+        dtype: dtype of ``out``, float16, bfloat16 or float32.
         group: the ranks; default all processes.
-        device: of this rank; default the current CUDA device.
-        required: raise where the memory cannot be had.
+        device: device of this rank; default the current CUDA device.
+        required: raise if the memory cannot be allocated.
         timeout_s: seconds that a kernel waits for the other ranks. They may still be compiling.
 
     Attributes:
@@ -144,8 +146,8 @@ class ContextExchange:
 
     Raises:
         BackendError: ``required``, and there is no such memory.
-        RankError: there is no process group with this process. On all ranks: they ask for different sizes, one of them
-            failed, or one did not answer in time.
+        RankError: there is no process group with this process; or, raised on all ranks, the ranks ask for different
+            sizes, a rank failed, or a rank did not answer in time.
         OptionError: a size or ``timeout_s`` is out of range.
     """
 
@@ -162,8 +164,6 @@ class ContextExchange:
         required: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        import torch.distributed as dist
-
         group = context_group("ContextExchange", group)
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         answers = RankAnswers(f"exchange {group.group_name}", dist.get_process_group_ranks(group))
@@ -196,7 +196,7 @@ class ContextExchange:
             )
 
     def _agree(self, ranks: RankAnswers, prepare: Callable[[], str | None]) -> str | None:
-        """The first reason of any rank against the exchange. An error of one rank is one of all ranks."""
+        """Why the first rank that cannot make the exchange cannot, None if all can. All raise if one rank does."""
         error, reason = None, None
         try:
             reason = prepare()
@@ -248,7 +248,7 @@ class ContextExchange:
         except (ImportError, AttributeError, RuntimeError) as error:
             return f"no symmetric memory: {str(error).partition(chr(10))[0]}"
         self._memory, self._handle = memory, handle
-        self._error = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)  # which GPUs map
+        self._error = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)  # mapped by GPUs
         self.buffers = torch.tensor([*addresses, self._error.data_ptr()], dtype=torch.int64, device=device)
         self.epochs = torch.zeros(CTAS, dtype=torch.int32, device=device)
         mark_static(self.buffers, self.epochs)
@@ -262,9 +262,9 @@ class ContextExchange:
         return torch.ops.attn.merge_context(out, lse, *memory, self.timeout_ms, scatter_heads, sinks)
 
     def check(self) -> None:
-        """Raise if a kernel of this rank has ended without the states of all ranks. It waits for nothing.
+        """Raise if a kernel of this rank has ended without the states of all ranks.
 
-        To learn of all kernels so far, synchronize their stream first.
+        It does not wait for running kernels. To include them, synchronize their stream first.
 
         Raises:
             RankError: a rank did not arrive in time. Every later call raises it too.

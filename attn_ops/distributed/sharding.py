@@ -94,7 +94,7 @@ class _ShardedCall:
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         shape = list(t.shape)
         for i, axis in enumerate(self.axes):
-            if axis is not None and axis.output < t.dim():  # an LSE that was not asked for has no dimension for it
+            if axis is not None and axis.output < t.dim():  # an LSE that was not requested has fewer dimensions
                 placements[i] = Shard(axis.output)
                 shape[axis.output] = self.tensors[self.lead].shape[self.dims[axis.name][self.lead]]
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
@@ -130,7 +130,7 @@ class _ShardedCall:
         return t.placements if isinstance(t, DTensor) else [Replicate()] * self.mesh.ndim
 
     def _check_placements(self) -> None:
-        """Every tensor is sharded like the deciding argument."""
+        """Raise unless every tensor is sharded like ``lead``."""
         for name in self.tensors:
             for i, (placement, axis) in enumerate(zip(self._placements(name), self.axes, strict=True)):
                 dims = self.dims[axis.name] if axis else {}
@@ -155,7 +155,7 @@ class _ShardedCall:
         return f"{name} is {'a plain tensor' if is_plain else self._placements(name)[mesh_dim]}"
 
     def _check_heads(self) -> None:
-        """The ranks share the heads evenly, the plan is for all of them, and no option depends on their numbers."""
+        """Raise unless ranks divide the heads evenly, the plan has all heads, and no option depends on their order."""
         dims = {name: dim for name, dim in self.dims["heads"].items() if name in self.tensors}
         sizes = {name: self.tensors[name].shape[dim] for name, dim in dims.items() if dim < self.tensors[name].dim()}
         divided = {name: size for name, size in sizes.items() if not self._is_single_kv_head(name, dims[name])}

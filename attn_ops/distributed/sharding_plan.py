@@ -19,7 +19,7 @@ __all__ = ["shard_plan"]
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
 _local_fields: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The fields of rank-local plans by ``plan.problem`` and number of ranks, for calls that recognise a plan's tensors."""
+"""The fields of rank-local plans by ``plan.problem`` and number of ranks, so that repeated calls take equal tensors."""
 
 
 def check_in_mesh(where: str, mesh: DeviceMesh, fix: str) -> None:
@@ -79,7 +79,7 @@ def _counters(plan: DecodePlan | PrefillPlan) -> Tensor | None:
 
 
 def _make_fields(plan: DecodePlan | PrefillPlan, shards: int) -> dict[str, Tensor]:
-    """The fields that depend on the number of heads. The others are the same on every rank."""
+    """The fields that depend on the number of heads. All other fields are the same on every rank."""
     problem = PlanProblem.of(plan.problem).shard(shards)
     fields = {"problem": problem.as_shape_tensor(plan.problem.device)}
     if isinstance(plan, DecodePlan):

@@ -1,1 +1,1 @@
-"""Eager calls on CUDA by prepared calls, and what is started ahead of the first."""
+"""Repeated eager calls: prepared calls on CUDA, checked calls and bound calls on the CPU. See docs/contributing."""

@@ -1,16 +1,17 @@
-"""Repeated calls of methods and functions on the CPU: what the first of its key led to, on other tensors.
+"""Bound calls: repeated calls of methods and functions on the CPU, which go straight to the backend's functions.
 
-Checks, scales and options of a call depend on its key alone, which is that of a checked call
-(:mod:`attn_ops.eager.checked_call`). So a repetition goes to the backend's function with its own tensors in the places
-of those of the first call: a *bound call*, which keeps no tensor of a caller. A call is bound if every tensor of its
-ops is one of these:
+Checks, scales and options of a call depend on its key alone, which is the key of a checked call
+(:mod:`attn_ops.eager.checked_call`). The first call of a key runs as written, and is bound: for each tensor that its
+ops take, the *bound call* stores where a later call finds it, and no tensor of a caller. A later call of the key calls
+the same functions of the backend with its own tensors. The source of each tensor is one of these:
 
-argument   a floating-point tensor among the arguments, or a view of one. Others may be checked by their contents
-lookup     found in each call by the contents of the tensors that it is looked up by
+argument   a floating-point tensor among the arguments, or a view of one. Integer tensors are not a source: the first
+           call may have checked their contents
+lookup     a tensor that each call finds by the contents of other arguments
 constant   a tensor of a wrapper's plan, which lives as long as the cache
 
-Any other call, as one that computes a tensor or has a buffer for its result, runs as written. So do calls that a mode,
-transform, tracer or profiler must observe.
+A call whose ops take any other tensor, such as one that it computes, or that has a buffer for its result is not bound:
+every call of its key runs as written. So does a call that a mode, transform, tracer or profiler must observe.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from attn_ops.eager.checked_call import CHECKED_CALLS, Bases
 from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
 
 Source = Union[int, "_View", Callable[[Sequence[Tensor]], Any]]
-"""The source of an op's argument: its place among the tensors of a call, or a function of them all."""
+"""The source of an op's argument: its index in the tensors of a call, or a function of all these tensors."""
 
 
 class BoundCalls(PreparedCalls):
-    """The bound calls of the methods around one plan."""
+    """The bound calls of the methods of a plan's owner."""
 
     on_cuda = False
 
@@ -44,7 +45,10 @@ def caches_for(device: torch.device, number: int) -> tuple[PreparedCalls, int] |
 class _BoundOp(NamedTuple):
     """A checked call of an op without its tensors.
 
-    finalize  makes the result from the outputs; None: they are the result
+    function  the backend's function
+    sources   the source of each positional argument
+    kwargs    keyword arguments
+    finalize  makes the result from the outputs; None if the outputs are the result
     """
 
     function: Callable[..., Any]
@@ -61,9 +65,9 @@ class _BoundOp(NamedTuple):
 def first_call(
     op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence[Tensor]
 ) -> tuple[Any, Callable[[Sequence[Tensor]], Any] | None] | None:
-    """Check and execute the call: the result, and a function of ``arguments`` that repeats it, or None.
+    """Check and execute the call. Returns the result and the bound call, a function of ``arguments``, or None for it.
 
-    None in the place of both: it is for the dispatcher, and has not been executed.
+    Returns None alone, and executes nothing, if the dispatcher must see the call.
     """
     given = (op_call, *op_call.before)
     calls = [call for call in (passed_on(x.op, x.args, x.kwargs) for x in given) if call is not None]
@@ -86,7 +90,10 @@ def _bound(
     arguments: Sequence[Tensor],
     constants: Sequence[Tensor],
 ) -> Callable[[Sequence[Tensor]], Any] | None:
-    """A function that repeats the checked ``calls``, the main one first, for other ``arguments``."""
+    """A function that repeats the checked ``calls`` for other ``arguments``; None if they cannot be bound.
+
+    The first of ``calls`` is ``op_call``, and the others are those that it makes before.
+    """
     if not op_call.repeatable:
         return None
     lookup = op_call.lookup
@@ -119,12 +126,12 @@ def _bound(
 
 
 def _is_outputs(op_call: OpCall) -> bool:
-    """Whether the result is the op's outputs, or the first, which may have another shape."""
+    """Whether the result is the op's outputs or its first output, which may have another shape in the result."""
     return op_call.finalize is not None and op_call.destinations == (None, None)
 
 
 def _finalize(op_call: OpCall, shape: tuple[int, ...] | None) -> Callable[[Any], Any] | None:
-    """The function that makes the result from outputs, the first in ``shape``; None if they are the result."""
+    """A function that makes the result from the outputs, the first one as ``shape``; None if they are the result."""
     finalize = op_call.finalize
     if finalize is None:
         return None
@@ -136,7 +143,7 @@ def _finalize(op_call: OpCall, shape: tuple[int, ...] | None) -> Callable[[Any],
 
 
 class _View(NamedTuple):
-    """A view of a tensor of a call: of that in place ``base``."""
+    """A view of the tensor at index ``base`` of a call's tensors."""
 
     base: int
     view: View
@@ -147,7 +154,10 @@ class _View(NamedTuple):
 
 
 class _Binder:
-    """Finds the tensors of a call among its arguments, those that are looked up, and constants, in this order."""
+    """Finds the source of each tensor of a call. Indices count the arguments, looked-up tensors, then constants.
+
+    ``used`` are the indices of the arguments that the bound ops read.
+    """
 
     def __init__(
         self,
@@ -170,8 +180,9 @@ class _Binder:
         return _BoundOp(function, tuple(sources), call.kwargs, finalize)  # type: ignore[arg-type]
 
     def on_bases(self, call: OpCall) -> _BoundOp | None:
-        """The main call, which can be bound, on :class:`~attn_ops.eager.checked_call.Bases`: its result, or None, which
-        leaves it to the call on views. None if the op has no such function.
+        """``call``, which can be bound, on the tensors that its arguments are views of (:class:`Bases`).
+
+        The result returns None for a call that must run on the views. None if the backend has no such function.
         """
         tensors, sources = [], []
         for x in call.args:

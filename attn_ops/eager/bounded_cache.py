@@ -1,4 +1,4 @@
-"""Caches with a bound."""
+"""Dicts with a bound on the number of entries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict of at most ``limit`` entries, if they are added by :meth:`insert`. A full cache drops all of them.
+    """A dict of at most ``limit`` entries, if they are added by :meth:`insert`. A full cache drops all entries.
 
-    ``associated`` is a dict with a value for each key of the cache. It is written and emptied with the cache.
+    ``associated`` is a dict with a value for each key of the cache. It is written and cleared with the cache.
     """
 
     def __init__(self, limit: int, associated: dict[K, Any] | None = None) -> None:
@@ -21,8 +21,8 @@ class BoundedCache(dict[K, V]):
         self.lock = threading.RLock()  # dropping an entry may run code that inserts one
 
     def insert(self, key: K, entry: V, value: Any = None) -> V:
-        """Add an entry and return it; ``value`` is its associated value. A full cache drops all others first."""
-        dropped: list[Any] = []  # freed when both are consistent again: that may run code that inserts
+        """Add an entry and return it; ``value`` is its associated value. A full cache drops all entries first."""
+        dropped: list[Any] = []  # freed when both dicts are consistent again: freeing may run code that inserts
         with self.lock:
             if len(self) >= self.limit and key not in self:
                 dropped += self.values()

@@ -1,7 +1,7 @@
-"""Captured calls: the kernels that an eager call on CUDA launched, and how they are launched again.
+"""Captured calls: the launches of an eager call on CUDA, and the sources of the tensors that they take.
 
-A :class:`CapturedCall` is what a call of an op launched; :meth:`~CapturedCall.bind` makes it a prepared call, which
-launches the same for other tensors. Both need the extension module (``attn_ops/native/extension``).
+A :class:`CapturedCall` has the launches of a call of an op. :meth:`~CapturedCall.bind` makes a prepared call of it,
+which makes the same launches with other tensors. Both need the extension module (``attn_ops/native/extension``).
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ except ImportError as error:
     NATIVE_REASON = f"not prepared, they take more host time: {error}; install with a C++ compiler"
 
 CONSTANT = -1
-"""Index of a tensor that is no argument: it is the same in every call."""
+"""In place of the index of an argument: a tensor that is not an argument, and is the same in every call."""
 
 
 def is_available() -> bool:
-    """Whether calls are prepared. Otherwise each is checked in Python and launched by Triton."""
+    """Whether the extension module is installed. Without it Python checks every call and Triton launches it."""
     return _C is not None
 
 
 class Launch(NamedTuple):
-    """A launch of a loaded kernel: an ``Image`` of the extension module, and what its parameters come from."""
+    """A launch of a loaded kernel.
+
+    image     an ``Image`` of the extension module
+    tensors   the tensors whose addresses or tensor maps are parameters
+    integers  the grid, then the integer parameters
+    floats    the floating-point parameters
+    """
 
     image: Any
     tensors: tuple[Tensor, ...]
     integers: tuple[int, ...]
-    """The grid, then those of the parameters."""
     floats: tuple[float, ...]
 
     def run(self, device: int, stream: int) -> None:
@@ -48,7 +53,7 @@ class Launch(NamedTuple):
 
 
 class CapturedCall(NamedTuple):
-    """What a call of an op launched, and the tensors that it returned."""
+    """The launches of a call of an op, and the tensors that it returned."""
 
     launches: Sequence[Launch]
     outputs: tuple[Tensor, ...]
@@ -63,10 +68,16 @@ class CapturedCall(NamedTuple):
         scratch: Sequence[Tensor] = (),
         views: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Any:
-        """A prepared call for other tensors in the place of ``arguments``; None if it cannot be one.
+        """A prepared call, which takes other tensors in the place of ``arguments``; None if there can be none.
 
-        ``constants`` keep their addresses. An output with a destination, one of the arguments, is written there. The
-        rest is as in :class:`OpCall`.
+        Args:
+            arguments: the tensors of the call, in the order in which a later call passes its tensors.
+            constants: tensors that keep their addresses.
+            unpack: return the first output instead of a tuple of all.
+            destinations: for each output the argument that it is written to, or None to allocate it.
+            shape: shape of the first output, if it differs from the op's.
+            scratch: tensors of the launches that each call allocates.
+            views: pairs ``(view, base)``: tensors of the launches that begin where the argument ``base`` does.
         """
         device = torch.cuda.current_device()
         if any(t.get_device() != device for t in (*arguments, *self.outputs)):
@@ -94,21 +105,22 @@ class CapturedCall(NamedTuple):
 
 
 def index_of(tensors: Sequence[Tensor], t: Tensor) -> int | None:
-    """The first position of the object ``t`` among ``tensors``. Other calls of the key have one there as often."""
+    """The first index of the object ``t`` in ``tensors``, or None. Calls of one key repeat tensors at equal indices."""
     return next((i for i, x in enumerate(tensors) if x is t), None)
 
 
 def _position(tensors: Sequence[Tensor], t: Tensor) -> int | None:
-    """The one position of the object ``t``, which is written, among ``tensors``."""
+    """The index of the object ``t``, which is written, in ``tensors``; None unless it is there exactly once."""
     return index_of(tensors, t) if sum(x is t for x in tensors) == 1 else None
 
 
 def source_of(
     t: Tensor, arguments: Sequence[Tensor], constants: Sequence[Tensor], views: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> tuple[int, int] | None:
-    """The argument that ``t`` is, or is a view of, with its offset in bytes; or CONSTANT with its address.
+    """The index of the argument that ``t`` is, or is a view of, and the offset of ``t`` in it in bytes.
 
-    None if it is neither, or a view of several arguments that ``views`` does not decide.
+    For a tensor of ``constants`` that is no argument: CONSTANT and its address. None if ``t`` is neither, or shares
+    memory with several arguments, and ``views`` does not name one of them.
     """
     base = next((base for view, base in views if view is t and view.data_ptr() == base.data_ptr()), t)
     i = index_of(arguments, base)
@@ -122,13 +134,13 @@ def source_of(
 
 
 def _is_output_like(target: Tensor, output: Tensor) -> bool:
-    """Whether a kernel can write to ``target`` what it writes to ``output``."""
+    """Whether a kernel that writes ``output`` can write to ``target`` instead."""
     same_form = (target.shape, target.dtype, target.device) == (output.shape, output.dtype, output.device)
     return same_form and target.is_contiguous() and not target.data_ptr() & ALIGNMENT_MASK
 
 
 def allocator(t: Tensor) -> Any:
-    """Allocates a tensor like ``t`` on the current device; an empty tensor itself, which every call returns."""
+    """A function that allocates a tensor like ``t`` on the current device. If ``t`` is empty: ``t``, to be returned."""
     if t.numel() == 0:
         return t
     empty_strided = getattr(torch._C._dynamo.guards, f"_empty_strided_{t.device.type}")
@@ -136,12 +148,12 @@ def allocator(t: Tensor) -> Any:
 
 
 reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
-"""``reinterpret(base, size, strides, ahead)``: a view that begins ``ahead`` elements after ``base``, as ``as_strided``
-makes it, in less time and without what Autograd needs."""
+"""``reinterpret(base, size, strides, ahead)``: a view that begins ``ahead`` elements after ``base``. It takes less time
+than ``as_strided``, and Autograd does not track it."""
 
 
 class View(NamedTuple):
-    """A view of the memory of another tensor: sizes, strides, and how far ahead of it it begins."""
+    """A view of another tensor, its base: sizes, strides, and the elements that it begins ahead of the base."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]

@@ -1,11 +1,13 @@
-"""Eager calls on the CPU: the first of its key is checked, and the others run the same function.
+"""Checked calls: eager calls on the CPU, of which only the first of each key is checked.
 
-Checks read sizes, strides, dtypes and options, but no contents: a call passes them if it has the key of one that did.
-The key is that of a prepared call (:mod:`attn_ops.eager.prepared_call`) without what belongs to a GPU, and with the
-sizes of a plan's tensors in the place of their identity. Without the extension module every call is checked.
+Checks read sizes, strides, dtypes and options, but no contents. So a call passes them if an earlier call of its key
+did, and calls the same function of the backend. The key is that of a prepared call
+(:mod:`attn_ops.eager.prepared_call`) without the device, alignment and capture, and with the sizes of a plan's tensors
+in the place of their identity. Without the extension module every call is checked.
 
-Ops       behind the dispatcher, and before it (:mod:`attn_ops.eager.op_entry`)
-Frontend  :func:`call_op`, before it too
+Ops       :attr:`CheckedCalls.op` behind the dispatcher, :attr:`CheckedCalls.direct` before it
+          (:mod:`attn_ops.eager.op_entry`)
+Frontend  :func:`call_op`, before the dispatcher too
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched, c
 
 
 class Bases(NamedTuple):
-    """How a function of this package has the tensors of an op.
+    """The tensors that a function of the frontend was given, of which an op's arguments are views.
 
-    tensors  in the place of the op's arguments, the tensors that they are views of
-    shape    of the first output, if it is another than the op's
+    tensors  for each argument of the op the tensor that it is a view of, or the argument itself
+    shape    shape of the first output, if it differs from the op's
     """
 
     tensors: Sequence[Any]
@@ -34,21 +36,22 @@ class Bases(NamedTuple):
 
 
 class Check(Protocol):
-    """Refuses a call of an op, or returns the function that makes it and others of its key.
+    """Checks a call of an op: raises its error, or returns the function that runs it and later calls of its key.
 
-    With ``bases``: a function that takes such tensors, and the tensors among the options. It runs no op that autocast
-    changes, reads no workspace, and returns None in calls that it leaves to the other. None if there is none.
+    With ``bases``, the function takes ``bases.tensors``, and the tensors among ``kwargs`` by name. It runs no op that
+    autocast changes, reads no workspace, and returns None for a call that must run on the op's own arguments. The
+    check returns None if the backend has no such function.
     """
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], bases: Bases | None = None, /) -> Any: ...
 
 
 class CheckedCalls(Undispatched):
-    """The functions of one op's calls by key. All are evicted at the limit.
+    """The function of each key of one op's calls. All are evicted at the limit.
 
-    op      the implementation of the op
-    direct  the same for calls that have not passed the dispatcher, but for those that it must see
-    passes  the same checks without the call
+    op      the implementation of the op, behind the dispatcher
+    direct  the same before the dispatcher, which it calls if the dispatcher must see the call
+    passes  the checks alone
     """
 
     def __init__(self, name: str, check: Check) -> None:
@@ -87,11 +90,11 @@ class CheckedCalls(Undispatched):
 
 
 def _passed(*_: Any, **__: Any) -> None:
-    """A call that has the key of one that was checked."""
+    """The entry of a key whose checks have passed."""
 
 
 def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
-    """``torch.ops.attn``'s op of these arguments, of which the first is a tensor."""
+    """Call ``torch.ops.attn.<op>``, before the dispatcher if it can be. The first argument is a tensor."""
     if not is_compiling():
         if args[0].is_cuda:
             return OP_CACHES[op].direct(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The contents of small tensors on the host, by which what was made for equal ones is found again."""
+"""Cache keys of the contents of small tensors on the host."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from attn_ops.eager.captured_call import _C
 
 _NATIVE: Any = getattr(_C, "contents", None)
 NO_LIMIT = 1 << 62
-"""Bytes that no tensors have."""
+"""More bytes than any tensors have."""
 
 
 def contents(tensors: tuple[Tensor, ...], max_bytes: int = NO_LIMIT, of_table: bool = False) -> Hashable:
-    """A key of the numbers of integer tensors; None if these have more than ``max_bytes`` together.
+    """A key of the contents of integer tensors; None if the tensors have more than ``max_bytes`` together.
+
+    Keys may be compared if the tensors have equal dtypes and sizes.
 
     Args:
-        tensors: keys of tensors of equal dtypes and sizes may be compared.
-        max_bytes: of larger tensors no key is made.
-        of_table: the first are the offsets of a page table and the last its pages, all int32. Pages past the last
-            offset, if that is positive, are left out.
+        tensors: the tensors, on the host.
+        max_bytes: limit of the bytes of all tensors.
+        of_table: the first tensor has the offsets of a page table and the last one its pages, both int32. Pages past
+            the last offset, if it is positive, are left out of the key.
     """
     found: Hashable = _NATIVE(tensors, max_bytes, of_table) if _NATIVE is not None else None
     return _numbers(tensors, max_bytes, of_table) if found is None else found

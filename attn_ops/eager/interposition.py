@@ -11,7 +11,7 @@ from attn_ops.errors import GradientError, fail
 
 
 def _is_profiled_or_differentiated() -> bool:
-    """Whether a profiler of any thread runs, which may observe all of them, or a level of forward-mode AD is active."""
+    """Whether a profiler runs in any thread, since it may observe all threads, or forward-mode AD is active."""
     return profiler._is_profiler_enabled or forward_ad._current_level >= 0
 
 
@@ -27,9 +27,9 @@ INTERPOSITION_CHECKS = (
 
 
 def is_traced() -> bool:
-    """Whether the results of ops may become part of a graph, so that they hold for this call alone.
+    """Whether ops may be recorded in a graph or transformed. Their results are then valid in this call alone.
 
-    In a mode or transform, such as ``make_fx`` and ``vmap``, tensors may stand for others.
+    In a mode or transform, such as ``make_fx`` and ``vmap``, a tensor may stand for other tensors.
     """
     return bool(
         is_compiling()
@@ -40,7 +40,7 @@ def is_traced() -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether ``make_fx`` records ops on tensors, whose contents are then those of one call."""
+    """Whether ``make_fx`` records the ops. The contents of tensors are then those of the example inputs."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # imports SymPy
@@ -49,7 +49,7 @@ def is_recorded() -> bool:
 
 
 def may_be_differentiated() -> bool:
-    """Whether arguments of an op may have gradients that its kernel does not see: those of ``torch.func``, tangents."""
+    """Whether arguments may have gradients that kernels do not see: those of ``torch.func``, or tangents."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -1,6 +1,6 @@
-"""Eager launches of compiled kernels, and the capture of those that a call makes.
+"""Eager launches of compiled kernels, and the capture of the launches of a call.
 
-Kernels of every backend are launched through :func:`run`, so that a call may launch kernels of several.
+Kernels of every backend are launched through :func:`run`, so a captured call may launch kernels of several backends.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _captured = _Captured()
 
 
 def record(launch: Launch | None) -> None:
-    """Add a launch to those of the captured call, if one is captured; None for one that cannot be replayed."""
+    """Add a launch to the call that is being captured, if any. None stands for a launch that cannot be replayed."""
     if _captured.launches is not None:
         _captured.launches.append(launch)
 
 
 def run(launch: Launch, device: int) -> None:
-    """Record a launch and make it on the device's current stream. One of an empty grid is recorded alone."""
+    """Record a launch and make it on the device's current stream. A launch of an empty grid is recorded only."""
     record(launch)
     if all(launch.integers[:3]):
         launch.run(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, CapturedCall | None]:
-    """Call ``function``, which launches kernels and computes nothing else: its result, and what it launched.
+    """Call ``function``, which launches kernels and computes nothing else. Returns its result and the captured call.
 
-    None for a call that launched nothing, or a kernel that cannot be replayed.
+    The captured call is None if there was no launch, or one that cannot be replayed.
     """
     captured: list[Launch | None] = []
     outer, _captured.launches = _captured.launches, captured

@@ -21,11 +21,11 @@ Function = Callable[..., Any]
 
 
 class OpEntry:
-    """The calls of one op, or of its overload.
+    """The function that the name of an op, or of its overload, calls.
 
-    schema       of the op
-    cuda, cpu    by the device of the first argument, a tensor
-    function     PyTorch's function, which passes the dispatcher
+    schema       the op's schema
+    cuda, cpu    the functions of calls whose first argument is a tensor on CUDA or on the CPU
+    function     PyTorch's function, which calls the dispatcher
     """
 
     __slots__ = ("cpu", "cuda", "function", "schema")
@@ -42,7 +42,7 @@ class OpEntry:
         return self.dispatched(*args, **kwargs)
 
     def dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        """The call through the dispatcher, behind which the gradients of ``torch.func`` are hidden."""
+        """Call PyTorch's function, after a check for gradients of ``torch.func``, which kernels do not see."""
         if may_be_differentiated():
             names = [argument.name for argument in self.schema.arguments]
             named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -60,7 +60,7 @@ def install(packet: Any, cuda: Function, cpu: Function) -> None:
 
 
 def dispatched(packet: Any) -> Function:
-    """The function of ``packet`` that passes the dispatcher."""
+    """The function of ``packet`` that calls the dispatcher."""
     function = getattr(packet, "_op", packet)
     found: Function = function.dispatched if isinstance(function, OpEntry) else function
     return found

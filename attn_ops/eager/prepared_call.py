@@ -1,15 +1,15 @@
-"""Eager calls on CUDA: the first of its key is captured, and the others launch its kernels again.
+"""Prepared calls: the first eager call of a key on CUDA is captured, and later calls replay its kernel launches.
 
-A decode step makes the same calls for every layer and token. To check one, choose its kernel and lay out its parameters
-takes the host longer than to launch it. A prepared call launches what an earlier one did, for other tensors
-(:mod:`attn_ops.eager.captured_call`). A cache finds it by its key without the interpreter
+A decode step makes the same calls for every layer and token. To check a call, choose its kernel and lay out the
+parameters takes the host longer than the launch. A prepared call makes the launches of an earlier call with other
+tensors (:mod:`attn_ops.eager.captured_call`). A cache finds it by its key without the interpreter
 (``attn_ops/native/extension``). Two calls have the same key if they have equal options, the same plan, the
 same device and grad mode, both or neither in a CUDA graph capture, and tensors of equal sizes, strides, dtype, device,
 alignment and, in grad mode, ``requires_grad``.
 
 Ops        :class:`OpCache`, before the dispatcher (:mod:`attn_ops.eager.op_entry`) and behind it
 Methods    :func:`prepared`, for ``run`` of wrappers and ``plan`` of planners
-Functions  :func:`prepared_function`, for functions that are given their plan or need none
+Functions  :func:`prepared_function`, for functions that take their plan as an argument or need none
 
 While a mode, transform, tracer or profiler must observe the op (``INTERPOSITION_CHECKS``), methods and functions run as
 written, and ops pass through the dispatcher.
@@ -50,16 +50,13 @@ def call_cache(
     tuple_is_plan: bool = False,
     takes_tensors: bool = False,
 ) -> Any:
-    """``CallCache`` of the extension module, by the names of its arguments in ``_C.pyi``.
-
-    ``checks``: its ``interposition_checks``.
-    """
+    """A ``CallCache`` of the extension module, as ``_C.pyi`` describes; ``checks`` are ``interposition_checks``."""
     grad_mode = torch.is_grad_enabled
     return _C.CallCache(entries, grad_mode, on_miss, checks, of_method, on_cuda, tuple_is_plan, takes_tensors)
 
 
 def current_stream(device: torch.device) -> int | None:
-    """The address of a GPU's current stream; None of other devices."""
+    """The address of a GPU's current stream; None for other devices."""
     if device.type != "cuda":
         return None
     found: int = torch._C._cuda_getCurrentRawStream(
@@ -74,7 +71,7 @@ def new_caches(device: torch.device, number: int = 0) -> tuple[PreparedCalls, in
 
 
 def flatten_tensors(args: Sequence[Any]) -> list[Tensor]:
-    """The tensors among ``args`` and in tuples among them, in the order of a cache. Lists are plans."""
+    """The tensors among ``args`` and in tuples among them, as ``CallCache`` orders them. Lists, plans, are left out."""
     tensors: list[Tensor] = []
     for x in args:
         if isinstance(x, Tensor):
@@ -85,7 +82,7 @@ def flatten_tensors(args: Sequence[Any]) -> list[Tensor]:
 
 
 def as_list(x: Any) -> Any:
-    """A plan as the list of its tensors, as the dispatcher passes it on; anything else itself."""
+    """A plan as the list of its tensors, as the dispatcher passes it on. Any other argument is returned as it is."""
     return list(x) if isinstance(x, tuple) else x
 
 
@@ -100,14 +97,14 @@ def has_gradients(tensors: Sequence[Tensor]) -> bool:
 
 
 Check = Callable[[Sequence[Any], dict[str, Any]], object]
-"""``check(args, kwargs)`` raises the error of a call of an op that cannot be made."""
+"""``check(args, kwargs)`` raises the error of an invalid call of an op."""
 
 FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | None]]
-"""``first_call(args, kwargs)`` makes a call of an op and captures it; None for one that cannot be prepared."""
+"""``first_call(args, kwargs)`` calls an op. Returns its result and the captured call, None if it cannot be prepared."""
 
 
 class Undispatched:
-    """Calls of one op that have not passed the dispatcher, and go to it if they cannot be found here."""
+    """A cache of one op's calls that is asked before the dispatcher. Calls that it cannot make go to the dispatcher."""
 
     name: str
     _on_miss: Callable[..., Any]
@@ -123,10 +120,11 @@ class Undispatched:
 class OpCache(Undispatched):
     """The prepared calls of one op. An entry is evicted when a tensor of its plan is freed, and all at the limit.
 
-    op       the implementation of the op. A plan comes as a list, of tensors that are the same in every call of a key
-    planned  the same for calls by the op's name, before the dispatcher, but for those that it must see. A plan may be a
-             tuple
-    direct   the same for calls of this package, in which the tensors of a plan are arguments as all others
+    op       the implementation of the op, behind the dispatcher. A plan is a list, of tensors that are the same in
+             every call of a key
+    planned  the same for calls by the op's name, before the dispatcher, which it calls if the dispatcher must see the
+             call. A plan may be a tuple
+    direct   the same for calls of this package. The tensors of a plan are arguments like all other tensors
     """
 
     def __init__(self, name: str, check: Check, first_call: FirstCall) -> None:
@@ -225,11 +223,12 @@ def _arguments_of(op: str) -> dict[str, _Argument]:
 
 
 class Lookup(NamedTuple):
-    """How calls find tensors that are not among their arguments, as those of a plan.
+    """How calls find tensors that are not among their arguments, such as the tensors of a plan.
 
-    by       tensors among the arguments of the call
-    found    what it found
-    find     finds the same for the tensors of a later call in the place of ``by``; None if it must be made
+    by       the arguments that decide which tensors are found
+    found    the tensors that this call found
+    find     finds the tensors of a later call, given its arguments in the place of ``by``; None if that call must run
+             as written
     """
 
     by: tuple[Tensor, ...]
@@ -240,15 +239,16 @@ class Lookup(NamedTuple):
 class OpCall(NamedTuple):
     """A call of an op, and what becomes of its outputs.
 
-    finalize      makes the result from the op's outputs; None: the op's result is the result
-    destinations  if the result is the outputs, the caller's buffer for each, or None; None: finalize computes
-    unpack        the result is the first output
-    shape         of the first output in the result, if it is another than the op's
+    finalize      makes the result from the op's outputs; None if the outputs are the result
+    destinations  the caller's buffer for each output, or None for an output without one. None in place of the tuple:
+                  the result is not the outputs, ``finalize`` computes
+    unpack        whether the result is the first output alone
+    shape         shape of the first output in the result, if it differs from the op's
     scratch       arguments of the op that the call itself allocated, with undefined contents
-    views         ``(view, base)``: arguments of the op that begin where an argument of the caller does
+    views         pairs ``(view, base)``: arguments of the op that begin where ``base``, a caller's argument, does
     before        calls of ops, without results, that are made first
-    lookup        of tensors that the call did not get
-    repeatable    ``finalize`` depends on the op's outputs alone, and keeps no tensor
+    lookup        how the call finds tensors that are not its arguments
+    repeatable    whether ``finalize`` depends on the op's outputs alone, and keeps no tensor
     """
 
     op: str
@@ -271,12 +271,12 @@ class OpCall(NamedTuple):
         return result if self.finalize is None else self.finalize(*result)
 
     def first_call(self, arguments: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> tuple[Any, Any]:
-        """Execute it: the result, and a prepared call for other tensors in the place of ``arguments``, or None."""
+        """Execute the call. Returns its result and a prepared call, for other ``arguments``, or None for it."""
         calls = (*self.before, self)
         converted = [call.as_dispatched() for call in calls]
         if self.destinations is None or None in converted:
             return self.execute(), None
-        if self.before:  # which may write to what this call reads: not if this call raises an error
+        if self.before:  # these calls may write to tensors that this call reads, so it is checked first
             OP_CACHES[self.op].check(self.args, converted[-1] or {})
         launches: list[Launch] | None = []
         for call, kwargs in zip(calls, converted, strict=True):
@@ -336,7 +336,7 @@ class Executable(Protocol):
 
 
 class PreparedCalls(dict[Callable[..., Any], Any]):
-    """The caches of the methods around one plan. A copy of the plan's owner has none."""
+    """A cache for each prepared method of a plan's owner. A copy of the owner starts without caches."""
 
     on_cuda = True
 
@@ -357,7 +357,7 @@ class HasPreparedCalls(Protocol):
 def _looked_up(
     prepared_call: Any, lookup: Lookup, arguments: Sequence[Tensor], op_call: OpCall
 ) -> Callable[[tuple[Tensor, ...]], Any] | None:
-    """The prepared call on the arguments of a later call of its key, and on the tensors that are looked up."""
+    """A function that makes the prepared call with a later call's arguments and the tensors that it looks up."""
     places = [index_of(arguments, t) for t in lookup.by]
     if None in places or any(t is not None for t in op_call.destinations or ()):
         return None
@@ -371,11 +371,11 @@ def _looked_up(
 
 
 Make = Callable[..., tuple[Executable, list[Tensor], Sequence[Tensor]]]
-"""Takes the arguments of a cache: the call, the tensors among its arguments, and constants."""
+"""Takes the arguments of a cached call. Returns the call, the tensors among its arguments, and constants."""
 
 
 def _not_repeated(_: tuple[Tensor, ...]) -> Any:
-    """Calls of a key that run as written."""
+    """The entry of a key whose calls run as written."""
     return NotImplemented
 
 
@@ -408,7 +408,7 @@ def _first_prepared_call(
 
 
 def _first_bound_call(executable: Executable, arguments: list[Tensor], constants: Sequence[Tensor]) -> tuple[Any, Any]:
-    from attn_ops.eager.bound_call import first_call  # which imports this module
+    from attn_ops.eager.bound_call import first_call  # it imports this module
 
     return first_call(executable.op_call(), arguments, constants) or (executable.execute(), None)
 
@@ -421,7 +421,7 @@ def _method_cache(method: Callable[..., Executable], on_cuda: bool) -> Any:
 
 
 def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
-    """Decorator of a method that returns a call without executing it: execute the call, or its prepared one.
+    """Decorator of a method that returns a call without executing it: execute the call, or its prepared call.
 
     The call depends on the arguments, the plan and the number of :class:`HasPreparedCalls` alone, and the method does
     nothing that a repetition must do again.
@@ -442,9 +442,10 @@ def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
 
 
 def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
-    """:func:`prepared` for a function, whose call depends on its arguments alone. A tensor is the first or named ``q``.
+    """:func:`prepared` for a function whose call depends on its arguments alone.
 
-    Tensors of a plan are arguments as all others: their addresses may change from call to call.
+    The first argument, or ``q`` by name, is a tensor. Tensors of a plan are arguments like all other tensors: their
+    addresses may change from call to call.
     """
 
     def make(*args: P.args, **kwargs: P.kwargs) -> Any:

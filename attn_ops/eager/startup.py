@@ -1,10 +1,11 @@
-"""Starts in the background what the first call on a GPU waits for besides kernels, when a planner or wrapper is made.
+"""Tasks that the first call on a GPU waits for, started in the background when a planner or wrapper is made.
 
-That is building the C module of Triton's driver, and hashing Triton's installation, hundreds of megabytes, which is
-part of the keys of Triton's kernel cache. Each takes a third of a second or more. Meanwhile the calling thread imports
-the kernels, and the compiler's front end.
+Triton builds the C module of its driver, and hashes its installation, hundreds of megabytes, for the keys of its kernel
+cache. Each task takes a third of a second or more. Meanwhile the calling thread imports the kernels and Triton's front
+end.
 
-The threads import nothing: two threads that import one package at the same time can see half of it.
+The background threads import nothing: of two threads that import one package at the same time, one can see it half
+initialized.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _lock = threading.RLock()
 
 
 def _preparing() -> Sequence[Future[Any]]:
-    """The preparations, which threads that ask at the same time start once."""
+    """The background tasks, started once even if several threads ask at the same time."""
     with _lock:
         return _start()
 
 
 @functools.cache  # one entry for the life of the process
 def _start() -> Sequence[Future[Any]]:
-    """Triton's driver with the version of its assembler, and the hash of Triton."""
+    """Start the tasks: Triton's driver with the version of its assembler, and the hash of Triton's installation."""
     try:
         from triton.compiler import make_backend
         from triton.runtime import driver
@@ -48,14 +49,14 @@ def _start() -> Sequence[Future[Any]]:
 
 
 def prepare(device: torch.device) -> None:
-    """Start what the first call on ``device`` waits for, once, and import the kernels."""
+    """Start the tasks that the first call on ``device`` waits for, once, and import the kernels."""
     if device.type == "cuda":
         _preparing()
 
 
 def wait_until_prepared() -> None:
-    """Wait for what :func:`prepare` started for Triton, so that nothing is done twice.
+    """Wait for the tasks of :func:`prepare`, so that Triton does not do them again.
 
-    Errors are not raised here; Triton raises them again where it needs the result.
+    Their errors are not raised here; Triton raises them again where it needs the result.
     """
     concurrent.futures.wait(_preparing())

@@ -1,5 +1,5 @@
-"""What the modules with FlashInfer's names share: arguments, caches, scales, masks, resizable plans.
+"""What the public modules share: wrappers, one-shot calls, arguments, caches, scales, masks, output buffers.
 
-``attn_ops.decode``, ``prefill``, ``attention``, ``mla``, ``xqa``, ``cascade`` and ``pod`` are signatures over this
-package, and this package is arguments over ``torch.ops.attn.*``: no kernel and no backend is chosen here.
+``attn_ops.decode``, ``prefill``, ``attention``, ``mla``, ``xqa``, ``cascade``, ``pod`` and ``flash_attn`` have the
+signatures, and this package turns their arguments into calls of ``torch.ops.attn.*``. It contains no kernels.
 """

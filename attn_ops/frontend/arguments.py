@@ -69,9 +69,9 @@ class DTypes:
 
 
 def computed_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:
-    """The dtype of a query in the op: an FP8 query is converted to that of the cache, or to float16.
+    """The dtype of a query in the op. An FP8 query is converted to the cache's dtype, or to float16 for an FP8 cache.
 
-    Both have every FP8 number.
+    The conversion is exact.
     """
     if q not in FP8:
         return q
@@ -82,7 +82,7 @@ _COMPUTED = "float16, bfloat16, float32, float8_e4m3fn or float8_e5m2"
 
 
 def input_dtype(where: str, name: str, value: DType) -> torch.dtype:
-    """A dtype of queries, keys and values, by ``value``."""
+    """``value`` as a dtype of queries, keys and values."""
     dtype = as_dtype(where, name, value)
     if dtype not in (*FLOATS, *FP8):
         fail(DTypeError, where, f"{name} is {dtype_name(dtype)}", _COMPUTED, "convert the tensor")
@@ -90,8 +90,8 @@ def input_dtype(where: str, name: str, value: DType) -> torch.dtype:
 
 
 def output_dtype(where: str, name: str, value: DType) -> torch.dtype:
-    """A dtype of outputs, by ``value``."""
-    if value == "nvfp4":  # FlashInfer's name of what is no dtype of PyTorch
+    """``value`` as a dtype of outputs."""
+    if value == "nvfp4":  # FlashInfer's name; PyTorch has no such dtype
         unsupported(where, f"{name} is 'nvfp4'", FLASHINFER.unsupported["o_sf_scale"][1])
     dtype = as_dtype(where, name, value)
     if dtype not in (*FLOATS, *FP8):
@@ -111,7 +111,7 @@ def renamed(
 
 
 def check_fp16_reduction(where: str, allow_fp16_qk_reduction: bool | None, use_fp16_qk_reduction: bool) -> None:
-    """Two names of a flag that has no effect: a call gives one of them."""
+    """Raise if a call gives both names of the flag, which has no effect."""
     names = "allow_fp16_qk_reduction", "use_fp16_qk_reduction"
     renamed(where, names[0], allow_fp16_qk_reduction, names[1], use_fp16_qk_reduction, absent=False)
 
@@ -125,7 +125,7 @@ def required(where: str, **arguments: T | None) -> tuple[T, ...]:
 
 
 def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:
-    """An argument that is required, and has contents for ``device``."""
+    """``t``, checked: a tensor, and not on ``meta`` unless ``device`` is."""
     required(where, **{name: t})
     if not isinstance(t, Tensor):
         fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "a tensor", f"make a tensor of {name}")
@@ -135,13 +135,13 @@ def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:
 
 
 def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
-    """``t`` has as many dimensions as ``dims`` names, such as ``"[rows, heads, head_dim]"``."""
+    """Raise unless ``t`` has as many dimensions as ``dims`` names, such as ``"[rows, heads, head_dim]"``."""
     if t.dim() != dims.count(",") + 1:
         fail(ShapeError, where, f"{name} is {shape_of(t)}", dims, f"reshape {name}")
 
 
 def positive(where: str, **sizes: int) -> None:
-    """Sizes are integers, at least 1, and fit int32."""
+    """Raise unless every size is an integer from 1 to the largest int32."""
     for name, size in sizes.items():
         if type(size) is not int:
             integers(where, **{name: size})
@@ -152,13 +152,13 @@ def positive(where: str, **sizes: int) -> None:
 
 
 def finite(where: str, name: str, value: float | None) -> None:
-    """A factor that is computed with in float32."""
+    """Raise unless ``value``, a factor in float32 arithmetic, is finite and at most 2^126."""
     if value is not None and not -MAX_SCALAR <= value <= MAX_SCALAR:
         fail(OptionError, where, f"{name} is {value}", "a finite number (at most 2^126)", "change it")
 
 
 def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """The values of ``names``: ``given`` by name, completed by those in ``args``, given by position."""
+    """The values of ``names``: ``given`` has those passed by name, ``args`` those passed by position."""
     if len(args) > len(names):
         fail(
             ArgumentError,
@@ -176,7 +176,7 @@ def positional(where: str, names: Sequence[str], args: Sequence[Any], given: Seq
 
 
 def check_dtypes(where: str, query: Tensor, *caches: Tensor) -> None:
-    """The dtypes of ``query`` and ``kv_cache``, which ops know under other names."""
+    """Check the dtypes of ``query`` and ``kv_cache``: the op's own check has other names for them."""
     names = [dtype_name(t.dtype) for t in (query, *caches)]
     if query.dtype not in FLOATS + FP8:
         fail(DTypeError, where, f"query is {names[0]}", _COMPUTED, "convert it")

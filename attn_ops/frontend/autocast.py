@@ -1,4 +1,4 @@
-"""Tensors are joined without autocast, which refuses float16 in a region of bfloat16, and the reverse."""
+"""Concatenation without autocast, which raises for float16 tensors in a bfloat16 region, and the reverse."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ from attn_ops.typed import typed
 SCALES_BY_POSITION = ("k_scale", "v_scale")
 SINK_BY_POSITION = ("sinks", "sm_scale")
 FP8_SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
-"""Arguments of run() that may follow the cache by position: in general, of FlashInfer's AttentionSink variant, and
-three of them with an FP8 query."""
+"""Arguments of run() that may follow the cache by position: in general, with FlashInfer's variant AttentionSink, and
+with an FP8 query if three are passed."""
 
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
@@ -51,7 +51,7 @@ _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 _workspaces: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
 """Workspaces in use, by device, address and elements. An entry lives as long as a plan that uses it.
 
-Wrappers that share a workspace share one tensor: ``torch.compile(dynamic=True)`` refuses two tensors of one memory.
+Wrappers that share a workspace share one tensor: ``torch.compile(dynamic=True)`` refuses two tensors at one address.
 """
 
 
@@ -107,7 +107,7 @@ class Wrapper:
     """
 
     _causal_rows = True
-    """Whether the rows of a request are causal among themselves, where a call has several and the plan one."""
+    """Whether query rows of a request are causal among themselves, in calls with more rows per request than planned."""
 
     _causal, _sm_scale = _planned_option("causal"), _planned_option("sm_scale")
     _window_left, _logits_soft_cap = _planned_option("window_left"), _planned_option("logits_soft_cap")
@@ -351,7 +351,7 @@ class Wrapper:
         return batch, size, self._graph.capacity(batch.spec.page_size, size if held is None else held.capacity)
 
     def _sized_by_shapes(self, batch: Batch) -> bool:
-        """Whether the size of a batch is that of its shapes: of decode on CUDA, if no work depends on the capacity."""
+        """Whether shapes alone size the plan: for decode on CUDA, if the kernel does no work for unused capacity."""
         op, table, spec, options, dtypes = batch
         if not spec.decode or not table.kv_indptr.is_cuda or dtypes is None:
             return False
@@ -404,10 +404,10 @@ class Wrapper:
         q_len_per_req: int | None = None,
         **changes: Any,
     ) -> AttentionCall:
-        """The call of ``tensors``, the query and what it attends to, as planned.
+        """The call of ``tensors``, the query and the keys and values, as planned.
 
-        ``q_len_per_req``: query rows of each request where one is planned. ``changes`` are options of this call; one
-        that is None stays as planned.
+        ``q_len_per_req``: query rows of each request, if the plan has one row per request. ``changes`` are options of
+        this call; an option that is None stays as planned.
         """
         p = self._planned
         if p is None:

@@ -1,8 +1,8 @@
-"""Block tables and lengths of calls without a prior plan(), as the caller passes them.
+"""Block tables and lengths of calls without a prior plan(), converted to int32 and checked.
 
-Lengths on the host are checked against the table, and a table on the host with them against the cache. Elsewhere, where
-neither is read, a request that is longer than its row of the table is as long as the row has capacity for, and for a
-page number beyond the cache a page of the cache is read.
+Lengths on the host are checked against the capacity of the table. If the table is on the host too, its page numbers are
+checked against the cache. Tensors on a device are not read: a request that is longer than its row of the table ends
+where the row does, and for a page number beyond the cache some page of the cache is read.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ def lengths(
     each: str = "request",
     pages: str = "",
 ) -> Tensor:
-    """int32 ``[batch]`` of lengths of any integer dtype, one per ``each``, which may have any further dimensions.
+    """int32 ``[batch]`` on ``device`` of the argument ``name``: lengths of any integer dtype and ``batch`` elements.
 
-    ``capacity``: the most tokens that a row of ``table``, an argument, holds, or of a cache without a table. ``pages``
-    says of how many tokens its pages are, and why.
+    Args:
+        capacity: tokens that a row of the argument ``table`` has capacity for, or a row of a cache without a table.
+        each: what has a length, in messages.
+        pages: the end of a message on ``capacity``, such as how many tokens a page has.
     """
     t = given_tensor(where, name, t, device)
     if t.numel() != batch:
@@ -64,7 +66,7 @@ def lengths(
 
 
 def too_long(where: str, tokens: int, capacity: int, table: str | None, pages: str = "") -> NoReturn:
-    """A request does not fit its row of ``table``, or of a cache without a table."""
+    """Raise: a request does not fit its row of ``table``, or its row of a cache without a table."""
     holder, fix = ("its cache", "pass a larger cache") if table is None else (table, f"pass a wider {table}")
     shown = f"a request has {tokens} tokens and {holder} capacity for {capacity}{pages}"
     fail(PageTableError, where, shown, f"at most {capacity}", fix)
@@ -73,9 +75,9 @@ def too_long(where: str, tokens: int, capacity: int, table: str | None, pages: s
 def check_block_table(
     where: str, name: str, table: Tensor, tokens: Tensor, page_size: int, pages: int, first: Tensor
 ) -> None:
-    """A block table on the host names ``pages`` of the cache where tokens ``first`` to ``tokens`` of a request are.
+    """Raise unless ``table`` names pages 0 to ``pages - 1`` for tokens ``first`` to ``tokens - 1`` of each request.
 
-    Both are ``[batch, 1]`` or ``[1, 1]``, on the host.
+    ``table [batch, width]``, ``tokens`` and ``first [batch, 1]`` or ``[1, 1]`` are on the host.
     """
     column, page_size = torch.arange(table.shape[1], device="cpu"), max(1, page_size)
     used = (column < -(-tokens // page_size)) & (column >= first // page_size)
@@ -89,9 +91,9 @@ def check_block_table(
 def check_host_pages(
     where: str, name: str, table: Tensor, seq_lens: Tensor | None, page_size: int, pages: int, window_left: int = -1
 ) -> None:
-    """:func:`check_block_table` of a table and lengths on the host, as far as the last row of a request sees.
+    """:func:`check_block_table` of the pages that the last row of each request sees, if both tensors are on the host.
 
-    Pages before its window may be free. Lengths that the call refuses are left to it.
+    Pages before its window may be free. Invalid lengths are not checked here.
     """
     if isinstance(seq_lens, Tensor) and seen(table) and seen(seq_lens) and seq_lens.numel() == table.shape[0]:
         tokens = seq_lens.reshape(-1, 1).long()
@@ -113,7 +115,7 @@ def rank_keys(
 
     Args:
         kv_global: ``causal_seqlens_kv_global``, of any integer dtype and device.
-        added: query rows of each request that it does not count, or their indptr.
+        added: query rows of each request that ``kv_global`` does not count, or their indptr.
     """
     if shard is None:
         return None
@@ -127,7 +129,7 @@ def rank_keys(
 
 
 def block_table(where: str, name: str, t: Tensor | None, device: torch.device) -> Tensor:
-    """int32 ``[batch, max_pages_per_request]`` of any integer dtype, for ``device``, to which it is not moved."""
+    """``t [batch, max_pages_per_request]``, of any integer dtype, as int32. It stays on its device."""
     t = given_tensor(where, name, t, device)
     if t.dim() != 2:
         fail(ShapeError, where, f"{name} is {shape_of(t)}", "[batch, max_pages_per_request]", "reshape it")
@@ -167,7 +169,7 @@ def on_device(
 
 
 def query_row_offsets(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
-    """:func:`uniform_indptr` of a query of so many ``rows``; None for one row per request, which is decode."""
+    """:func:`uniform_indptr` of a query of ``rows`` rows, checked; None for decode, one row per request."""
     if rows != batch * q_len:
         fail(
             ShapeError,

@@ -1,7 +1,7 @@
-"""Plans made in a call: for one-shot calls, and again for calls that an earlier plan does not fit.
+"""Plans that are made inside a call: for one-shot calls, and for calls that an earlier plan does not fit.
 
-A plan's capacity follows from shapes alone, so nothing waits for a device, and the call traces: under ``torch.compile``
-and ``torch.export`` it is a page-table op (for block tables), a plan op and an attention op.
+A plan's capacity follows from shapes alone, so the host waits for no device, and the call traces: under
+``torch.compile`` and ``torch.export`` it is a page-table op (for block tables), a plan op and an attention op.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from attn_ops.plan.state import (
 from attn_ops.symbolic_sizes import at_least, at_most, decide
 
 MIN_IDLE_BLOCKS = 64
-"""About 60 us on an H200. The first planned call of a length takes the host about 100 us more; later ones do not."""
+"""KV blocks, about 60 us on an H200. The first planned call of a length takes the host about 100 us more, later calls
+nothing."""
 
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
@@ -93,7 +94,7 @@ def without_window(plan: Plan) -> Plan:
 
 
 def with_pages(plan: PrefillPlan, kv_indices: Tensor) -> PrefillPlan:
-    """The same batch in a new plan, over other pages: ``kv_indices`` as many as ``plan`` has."""
+    """The same batch in a new plan over other pages, ``kv_indices``, as many as ``plan`` has."""
     return _replanned(plan, PlanProblem.of(plan.problem), kv_indices)
 
 
@@ -131,7 +132,7 @@ def _prefill_plan(
     splits: int,
     **options: Tensor,
 ) -> PrefillPlan:
-    """A new plan of a page table. ``capacity``: requests, query rows and pages, and ``splits``."""
+    """A new plan of a page table, with ``capacity`` for requests, query rows and pages, and for ``splits``."""
     plan = allocate_prefill(problem, *capacity, qo_indptr.device, splits, torch.empty)
     call_op("plan_prefill", qo_indptr, *table, plan, **options)
     return plan
@@ -142,8 +143,8 @@ class BlockTables(NamedTuple):
 
     qo_indptr  ``[batch + 1]``; None for decode, one query row per request
     rows       query rows of the batch
-    tree_mask  which of its request's last tokens each row sees, in the place of ``causal``
-    keys       of one rank; None for all
+    tree_mask  which of the last tokens of its request each row sees, in the place of ``causal``
+    keys       the keys of one rank; None for all keys
     """
 
     spec: PlanSpec
@@ -193,7 +194,7 @@ class BlockTables(NamedTuple):
 class RaggedLengths(NamedTuple):
     """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
 
-    ``rows`` and ``keys`` are those of the tensors. ``max_kv_len``: the most keys of one request, if that is known.
+    ``rows`` and ``keys`` are sizes of the query and of the keys. ``max_kv_len``: most keys of one request, if known.
     """
 
     spec: PlanSpec

@@ -1,7 +1,7 @@
-"""FlashInfer's arguments of context parallelism: a call on one rank's keys, which the ranks hold in turn.
+"""FlashInfer's arguments of context parallelism: a call over the keys of one rank.
 
 Token ``t`` of a request is on rank ``t % cp_world``, as that rank's token ``t // cp_world``. Block tables and
-``seq_lens`` are those of this rank. ``causal_seqlens_kv_global`` gives the positions of the query rows in the request.
+``seq_lens`` have the tokens of this rank. ``causal_seqlens_kv_global`` gives the positions of the query rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankKeys(NamedTuple):
     positioned: bool
 
     def visible(self, kv_lens: Tensor) -> Tensor:
-        """How many of the ``kv_lens`` keys on this rank the last row of each request sees."""
+        """The number of keys on this rank, at most ``kv_lens``, that the last row of each request sees."""
         return kv_lens if self.seq_lens is None else torch.minimum(kv_lens, self.shard.owned_tokens(self.seq_lens))
 
     def planned(self, problem: PlanProblem) -> tuple[PlanProblem, dict[str, Tensor]]:
@@ -52,12 +52,12 @@ def context_shard(
     causal_seqlens_kv_global: Tensor | None,
     enable_dcp: bool = True,
 ) -> ContextShard | None:
-    """The shard of a call on the keys of one rank; None for a call on all keys.
+    """The shard of a call over the keys of one rank; None for a call over all keys.
 
-    A world of one rank has all keys. Of these the query rows see those up to ``causal_seqlens_kv_global``.
+    The only shard of ``cp_world`` 1 has all keys; ``causal_seqlens_kv_global`` still gives the positions of the rows.
 
     Args:
-        refused: by name, arguments without a meaning on the keys of one of several ranks.
+        refused: arguments, by name, that a call over the keys of one of several ranks does not take.
     """
     if not enable_dcp:
         refuse(where, cp_world=cp_world, cp_rank=cp_rank, causal_seqlens_kv_global=causal_seqlens_kv_global)

@@ -1,8 +1,9 @@
 """CUDA-graph mode: the caller's buffers are the plan's memory, and their sizes its capacity.
 
-The buffers of ``qo_indptr``, ``kv_indptr``, ``kv_indices`` and (MLA) ``kv_len_arr`` become fields of the plan; a buffer
-of last page lengths, which a plan does not hold, is copied into. Where lengths are given in tokens, a plan's page table
-leaves out the pages that they do not need: it is the plan's own, and the caller's buffers stay as they are.
+The buffers of ``qo_indptr``, ``kv_indptr``, ``kv_indices`` and (MLA) ``kv_len_arr`` become fields of the plan. The last
+page lengths, which a plan does not have, are copied to their buffer. If lengths are given in tokens, a plan's page
+table leaves out pages without tokens: the plan then has memory of its own for it, and the caller's buffers of the table
+are not written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from attn_ops.plan.page_table import BatchSize, PageTable
 
 PLAN_FIELDS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len")
 PLAN_FIELDS_BY_LENGTH = ("qo_indptr", "kv_len")
-"""Plan fields in the caller's buffers, and those where lengths are given in tokens."""
+"""Plan fields in the caller's buffers: in general, and if lengths are given in tokens."""
 
 
 @dataclass
@@ -85,7 +86,7 @@ class GraphBuffers:
         return BatchSize(self.batch, max(first.rows, 1), pages, max(pages * page_size, 1), first.splits)
 
     def check(self, where: str, needed: BatchSize, capacity: BatchSize, mask: Tensor | None) -> None:
-        """The batch is the fixed one, it fits, and the buffers can be written to."""
+        """Raise unless the batch has the fixed number of requests and fits, and the buffers can be written."""
         for name, buffer in self.buffers.values():
             if buffer.is_inference() and not torch.is_inference_mode_enabled():
                 fail(

@@ -1,6 +1,6 @@
 """``cudnn_batch_*``: lengths per request, caches in layout HND, tensors that are packed without gaps.
 
-Offsets of queries, outputs and ragged KV are accepted where they say what packing says already.
+Offsets of queries, outputs and ragged KV are accepted if they are the offsets of packed tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ OFFSET_UNITS = ("elements", "tokens")
 def _check_offsets(
     where: str, units: str, indptr: Tensor, offsets: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]
 ) -> None:
-    """Each given tensor is ``indptr`` times its elements per token (or 1): those of a token, or from one to the next.
+    """Raise unless each given tensor has the offsets of packed tokens: ``indptr``, times elements per token.
 
+    ``offsets`` has for each name the tensor and the accepted numbers of elements per token, by size and by stride.
     Contents are not compared while tracing or capturing.
     """
     if units not in OFFSET_UNITS:
@@ -64,7 +65,7 @@ def _indptr(where: str, name: str, seq_lens: Tensor, rows_name: str, rows: Tenso
 def _lengths(
     where: str, name: str, offsets_name: str, offsets: Tensor | None, units: str, rows_name: str, rows: Tensor
 ) -> Tensor:
-    """The lengths called ``name``, which are not given, by offsets in tokens of ``rows``."""
+    """The lengths ``name``, which the caller left out, as the differences of offsets in tokens of ``rows``."""
     if offsets is None or units != "tokens":
         fail(ArgumentError, where, f"{name} is missing", f"it, or {offsets_name} in tokens", f"pass {name}")
     return cumulative(where, offsets_name, offsets.flatten(), offsets.numel() - 1, rows_name, rows).diff()
@@ -157,7 +158,7 @@ def _no_offsets(where: str, **offsets: Tensor | None) -> None:
 
 
 def _check_longest(where: str, seq_lens: Tensor, most: int) -> None:
-    """Every row has a place in a padded LSE, as far as that can be seen."""
+    """Raise if lengths that can be read exceed ``most``, the rows per request of a padded LSE."""
     longest = int(seq_lens.long().max()) if seen(seq_lens) and seq_lens.numel() else 0
     if longest > most:
         fail(
@@ -210,7 +211,7 @@ def cudnn_batch_prefill_with_kv_cache(
             differences of ``batch_offsets_q`` and ``batch_offsets_k [batch + 1]``, which are then in tokens.
         scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each, or one
             per head with an FP8 query.
-        o_data_type: of the output; unless given, that of ``q``, or FP8 with an FP8 ``out``.
+        o_data_type: dtype of the output; default that of ``q``, or of an FP8 ``out``.
         batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
         lse: a buffer ``[nnz_qo, num_qo_heads]``, or padded ``[batch, max_token_per_sequence, num_qo_heads]``.
 

@@ -26,7 +26,7 @@ class _LatentDecode(NamedTuple):
     """A call that decodes over a latent cache by block tables, as the public functions describe it.
 
     dims     widths of the two parts of a latent
-    output   without ``dtype`` and ``rows_shape``, which are those of the query. ``lse`` may have the query's dimensions
+    output   without ``dtype`` and ``rows_shape``, which the query decides. ``lse`` may have the query's dimensions
     context  the shard, and the tokens of each request on all ranks, its query rows included
     sparse   the tokens that each query row sees, if not all
     """
@@ -152,15 +152,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         uses_shared_paged_kv_idx: if False, ``block_tables`` is ``[batch, 2, max_pages_per_request]``, the same pages
             twice: a latent is a key and a value at once. The first ones are read.
         sparse_mla_top_k: if not 0, ``block_tables`` is ``[batch, q_len, sparse_mla_top_k]`` or ``[rows, ...]``: the
-            tokens of each query row, ``page * page_size + place``, each once and in any order; negative entries do not
-            count. ``seq_lens [batch]``: of a row no more tokens count than its request has up to it. ``[batch,
-            q_len]``: so many of each row, and None: all.
-        sparse_mla_top_k_lens: int ``[rows]``, tokens of each query row, which precede its negative entries. Without it
-            they are moved there in every call.
+            tokens of each query row, ``page * page_size + offset``, each once and in any order; negative entries do not
+            count. ``seq_lens [batch]``: a row counts at most as many tokens as its request has up to that row.
+            ``[batch, q_len]``: the number of tokens of each row. None: all tokens count.
+        sparse_mla_top_k_lens: int ``[rows]``, tokens of each query row, which precede its negative entries. Without
+            these lengths every call moves negative entries to the end.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         enable_dcp, cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each
-            request, in the places of ``block_tables`` and ``seq_lens``. The result is that of this part: merge it with
-            those of the other ranks. Several ranks have no ``sinks``.
+            request, and ``block_tables`` and ``seq_lens`` are those of these tokens. The result is attention over these
+            tokens: merge it with the results of the other ranks. ``sinks`` are refused with several ranks.
         causal_seqlens_kv_global: int ``[batch]``, tokens of each request on all ranks, its query rows included. Needed
             for several rows per request.
         return_lse_base: ``"base2"``, also meant by None, or ``"basee"``.
@@ -280,8 +280,8 @@ def trtllm_ragged_attention_deepseek(
 
     Args:
         query: ``[nnz_qo, num_qo_heads, head_dim_qk]``, of request b the rows ``cum_seq_lens_q[b]`` to ``[b + 1]``.
-        key, value: ``[nnz_kv, num_kv_heads, head_dim]``, packed by ``cum_seq_lens_kv``. FP8 values of other keys are
-            converted to the dtype of these, which is exact, in memory of their own.
+        key, value: ``[nnz_kv, num_kv_heads, head_dim]``, packed by ``cum_seq_lens_kv``. FP8 values with keys of another
+            dtype are copied in that dtype, which is exact.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         batch_size: requests of ``cum_seq_lens_q``.
         is_causal: aligned bottom-right. ``attention_sinks``: float32 ``[num_qo_heads]``.

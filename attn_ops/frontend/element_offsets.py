@@ -1,4 +1,4 @@
-"""Offsets of plan() that count elements, as cuDNN's do, or repeat others."""
+"""Offsets among the arguments of plan() that count elements, as cuDNN's do, or that repeat another argument."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def token_offsets(indptr: Tensor, seq_lens: Tensor | None, elements: int) -> Ten
 
 
 def check_repeated(where: str, name: str, tensor: Tensor | None, indptr_name: str, indptr: Tensor, step: int) -> None:
-    """``tensor``, if given, is ``indptr``, in tokens or in units of ``step`` elements per token."""
+    """Raise unless ``tensor``, if given, equals ``indptr``, in tokens or in ``step`` elements per token."""
     if tensor is None:
         return
     given, packed = tensor.cpu().long(), indptr.cpu().long()

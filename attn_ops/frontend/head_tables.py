@@ -1,8 +1,8 @@
-"""Page tables that differ between KV heads, or between keys and values, as the one table that the ops take.
+"""Page tables that differ between KV heads, or between keys and values, as the single table that the ops take.
 
-Of heads     a KV head of a request becomes a request of its own, over pages of one head: views of caches whose pages
-             hold all heads; other caches are copied
-Of k and v   the pages of both are copied, in the order of their tables
+Per head           each KV head of a request becomes a request, over pages of one head: views of the caches, or of
+                   copies if no stride fits
+Per keys, values   the pages of both caches are copied, in the order of their tables
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _two_tables(where: str, tables: Tensor, device: torch.device) -> Tensor:
 
 
 def table_of_latents(where: str, tables: Tensor, device: torch.device) -> Tensor:
-    """One of ``tables [batch, 2, pages]``, both of the same pages: a latent is a key and a value at once."""
+    """The first of the two tables in ``tables [batch, 2, pages]``, which are equal: a latent is key and value."""
     return _two_tables(where, tables, device)[:, 0]
 
 
@@ -51,9 +51,9 @@ def with_one_table(where: str, caches: Caches, tables: Tensor, device: torch.dev
 
 
 class HeadTables(NamedTuple):
-    """A decode batch ``[batch * q_len]`` whose KV heads have tables of their own, as one of ``num_kv_heads * batch``.
+    """A decode batch with a page table per KV head, as a batch of ``num_kv_heads * batch`` requests with one KV head.
 
-    caches  ``[pages, ...]``, of one KV head, in the layout of the original
+    caches  ``[pages, ...]``, with one KV head, in the layout of the caller's caches
     table   int32 ``[num_kv_heads * batch, pages]``
     """
 
@@ -87,17 +87,17 @@ class HeadTables(NamedTuple):
         return cls((k, v), (tables.clamp(0, pages - 1) * step + head).flatten(0, 1), heads)
 
     def split(self, query: Tensor) -> Tensor:
-        """``[batch * q_len, num_qo_heads, head_dim]`` as rows of one KV head, those of the first head before others."""
+        """``[batch * q_len, num_qo_heads, head_dim]`` as rows of one KV head: all rows of KV head 0, then of head 1."""
         by_head = query.unflatten(1, (self.num_kv_heads, -1))
         return by_head.transpose(0, 1).flatten(0, 1)
 
     def join(self, t: Tensor) -> Tensor:
-        """Outputs or LSE of :meth:`split` rows, as of the query's."""
+        """The inverse of :meth:`split`, for outputs and LSEs."""
         return t.unflatten(0, (self.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _heads_apart(cache: Tensor, head_axis: int) -> int | None:
-    """KV heads in memory from one page to the next, None if that is no whole number."""
+    """The stride of a page in units of the stride of a head, None if it is no whole number."""
     if 1 in (cache.shape[0], cache.shape[head_axis]):  # the stride of a single page or head means nothing
         return cache.shape[head_axis]
     page, head = cache.stride(0), cache.stride(head_axis)

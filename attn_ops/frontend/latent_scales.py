@@ -1,4 +1,4 @@
-"""Scales of an FP8 latent cache: one number for each part of a key, or one of every token and group of columns."""
+"""Scales of an FP8 latent cache: a number for each part of a key, or a scale per token and group of columns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SCALE_GROUP = 128
 def check_scales(
     where: str, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None, required: bool
 ) -> None:
-    """Both scales if they are ``required``, and one kind for the latents, which is positive.
+    """Raise unless the latents have one kind of scale, which is positive, and both scales are given if ``required``.
 
-    FlashInfer's tests match the words of ``rule``.
+    FlashInfer's tests match the text of ``rule``.
     """
     if ckv_scale is not None:
         positive_number(where, "ckv_scale", ckv_scale)
@@ -42,9 +42,9 @@ def check_scales(
 def scaled_query(
     q_nope: Tensor, q_pe: Tensor, kv_dtype: torch.dtype, ckv_scale: float | None, kpe_scale: float | None
 ) -> tuple[Tensor, Tensor, dict[str, float | None]]:
-    """Both parts of the query, of which one takes up the ratio of the scales, and the factor of the logits.
+    """Both parts of the query, one multiplied by the ratio of the scales, and the factor of the logits by name.
 
-    That factor is the larger scale, so that no part of the query grows: float16 would overflow. None is 1.
+    The factor is the larger scale, so that no part of the query grows: float16 would overflow. A scale of None is 1.
     """
     ckv, kpe = (1.0 if scale is None else scale for scale in (ckv_scale, kpe_scale))
     by_ckv = {"ckv_scale": ckv_scale}

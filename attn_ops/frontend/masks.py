@@ -36,9 +36,9 @@ def packed_mask(
     device: torch.device,
     exact: bool = True,
 ) -> Tensor | None:
-    """uint8 ``[bytes]`` of a batch with the given host lengths, or None. A packed mask comes before a bool one.
+    """The packed mask, uint8 ``[bytes]``, of a batch with the given host lengths, or None without a mask.
 
-    Unless ``exact``, a bool mask may be longer than the batch needs.
+    ``packed_custom_mask`` takes precedence. Unless ``exact``, ``custom_mask`` may be longer than the batch needs.
     """
     bits = qo_len * kv_len
     if packed_custom_mask is not None:
@@ -55,7 +55,7 @@ def packed_mask(
 def packed_mask_by_plan(
     where: str, custom_mask: Tensor | None, packed_custom_mask: Tensor | None, plan: PrefillPlan, device: torch.device
 ) -> Tensor | None:
-    """:func:`packed_mask` for the requests of a plan, whose lengths are not looked at while tracing or capturing."""
+    """:func:`packed_mask` for the requests of a plan, whose lengths are not read while tracing or capturing."""
     qo_len, kv_len = plan.qo_indptr.diff(), plan.kv_len
     if real(kv_len) and not (kv_len.is_cuda and is_capturing()):
         return packed_mask(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
@@ -77,7 +77,7 @@ def packed_single_mask(
     kv_len: int,
     device: torch.device,
 ) -> Tensor | None:
-    """:func:`packed_mask` for one request, whose lengths may be symbols."""
+    """:func:`packed_mask` for one request, whose lengths may be symbolic."""
     if packed_custom_mask is not None:
         _check_packed(where, packed_custom_mask, (qo_len * kv_len + 7) // 8)
         return packed_custom_mask.to(device).contiguous()
@@ -89,7 +89,7 @@ def packed_single_mask(
 
 
 def pack(where: str, mask: Tensor, bits: Tensor, size: int | None = None) -> Tensor:
-    """``mask [sum(bits)]`` packed by request, in ``size`` bytes, or as many as it takes if ``bits`` are on the host."""
+    """``mask [sum(bits)]`` packed by request, in ``size`` bytes; None for as many as ``bits``, on the host, need."""
     if mask.shape[0] >= 1 << 31:
         fail(
             CapacityError,
@@ -116,7 +116,7 @@ def _check_bools(where: str, mask: Tensor, length: int | None = None) -> None:
 def _check(
     where: str, name: str, mask: Tensor, dtypes: tuple[torch.dtype, ...], meaning: str, length: int | None
 ) -> None:
-    """A mask is a vector of one of ``dtypes``, with ``length`` elements of this ``meaning``; None: not known yet."""
+    """Raise unless ``mask`` is a vector of one of ``dtypes`` with ``length`` elements, None for any length."""
     if mask.dtype not in dtypes:
         fail(DTypeError, where, f"{name} is {dtype_name(mask.dtype)}", dtype_name(dtypes[0]), "convert it")
     if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
@@ -125,7 +125,7 @@ def _check(
 
 
 def most_rows(qo_indptr: Tensor) -> int:
-    """Query rows of the longest request; 1 if they are not on the host, where they are not checked."""
+    """Query rows of the longest request; 1, which every mask passes, if ``qo_indptr`` is not on the host."""
     return int(qo_indptr.long().diff().max()) if seen(qo_indptr) and qo_indptr.numel() > 1 else 1
 
 
@@ -133,7 +133,7 @@ TREE_MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)
 
 
 def check_tree_mask(where: str, mask: Tensor, rows: int, q_len: int = 1) -> None:
-    """``mask [..., words]`` has a row for each of ``rows`` query rows, of at least ``q_len`` bits."""
+    """Raise unless ``mask [..., words]`` has a row of at least ``q_len`` bits for each of ``rows`` query rows."""
     if mask.dtype not in TREE_MASK_DTYPES:
         fail(
             DTypeError,
@@ -191,18 +191,18 @@ def multi_item_mask(
     page_size: int,
     device: torch.device,
 ) -> Tensor | None:
-    """bool ``[sum(qo_len * kv_len)]``: items behind one prefix, each causal, none of which sees another.
+    """bool ``[sum(qo_len * kv_len)]``: the mask of causal items after one prefix, which do not see each other.
 
-    A token sees the prefix and, of its own item, the tokens after the delimiter up to itself. No row sees the
-    delimiter, and its own row sees the prefix alone.
+    A token sees the prefix and, of its own item, the tokens after the delimiter up to itself. No row sees a delimiter,
+    and the row of a delimiter sees the prefix alone.
 
-    Without items, the first of ``masks``, the custom masks of the call.
+    Without items, the custom mask of the call, which is the first of ``masks``.
 
     Args:
         prefix_len: int ``[batch]``, the tokens of each request before its first item.
         token_pos_in_items: int ``[batch * token_pos_in_items_len]``: for each token after the prefix the distance to
-            the delimiter before its item, 0 for the delimiter; the rest of a request's part is padding.
-        token_pos_in_items_len: 0 for one request.
+            the delimiter before its item, 0 for the delimiter; after the tokens of a request there is padding.
+        token_pos_in_items_len: elements of ``token_pos_in_items`` per request; 0 for a single request.
     """
     if prefix_len is None and token_pos_in_items is None:
         return masks[0]

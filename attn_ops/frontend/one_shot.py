@@ -26,7 +26,7 @@ QUERY_DIMS, RAGGED_DIMS = "[rows, num_qo_heads, head_dim]", "[rows, heads, head_
 
 
 def check_dense(where: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Ranks and sizes of one request that calls and masks rely on."""
+    """Check the ranks and sizes of a request's tensors, on which calls and masks rely."""
     ranked(where, "q", q, "[qo_len, num_qo_heads, head_dim]")
     for name, t in (("k", k), ("v", v)):
         ranked(where, name, t, "[kv_len, num_kv_heads, head_dim]")
@@ -96,7 +96,7 @@ def latent_call(
 ) -> AttentionCall:
     """MLA of ``(q_nope, q_pe, ckv_cache, kpe_cache)`` by block tables; ``options`` has an ``sm_scale``.
 
-    ``sparse``: the tables are of the tokens of each row, whose numbers are not checked.
+    ``sparse``: the tables have the tokens of each query row, and their numbers are not checked.
     """
     q_nope, q_pe, ckv, kpe = tensors
     for name, t in (("q_nope", q_nope), ("q_pe", q_pe)):
@@ -153,7 +153,7 @@ def unplanned_call(
     kv_layout: str = "NHD",
     backend: str = "auto",
 ) -> AttentionCall:
-    """One request, as for :func:`dense_call`, whose keys are not split."""
+    """The call of one request, with tensors as for :func:`dense_call`, whose keys are not split."""
     source = Unplanned((tensors[0].shape[-1], tensors[2].shape[-1]))
     return AttentionCall(where, "single_prefill", tensors, source, options, output, scales, kv_layout, backend)
 
@@ -176,14 +176,14 @@ def dense_call(
     q, *kv = tensors
     k, v = kv if kv_layout == "NHD" else (t.transpose(0, 1) for t in kv)
     if options.mask is not None:
-        options = options._replace(causal=False)  # which the mask replaces
+        options = options._replace(causal=False)  # the mask replaces it
     rows, kv_len, device = q.shape[0], k.shape[0], q.device
     spec = ragged_spec(q, k, v, options)
     if k.shape[:2] != v.shape[:2] or not splits_pay(spec, rows, kv_len, device):
         return unplanned_call(where, tensors, options, output, scales, kv_layout=kv_layout, backend=backend)
     decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
     if decode:
-        options = options._replace(causal=False, window_right=-1)  # its position is that of the last key
+        options = options._replace(causal=False, window_right=-1)  # no key follows the row: it is at the last key
         # Pages of one token, which the general kernel alone takes.
         spec = ragged_spec(q, k, v, options)._replace(decode=True, paged=True)
 

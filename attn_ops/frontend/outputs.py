@@ -1,4 +1,4 @@
-"""Output specification: the scale, dtype, LSE base, layout and buffers that a caller asked for."""
+"""Output specification: the dtype, LSE base, layout and buffers that a caller asked for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from attn_ops.symbolic_sizes import same_elements
 from attn_ops.typed import check_no_overlap, optional_flags
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
-"""``lse_base`` -> the factor of an LSE of base 2."""
+"""``lse_base`` -> the factor that converts an LSE of base 2."""
 
 LSE_BASE_NAMES = {"base2": "log2", "basee": "ln"}
-"""Other names of FlashInfer -> ``lse_base``."""
+"""FlashInfer's other names of bases -> ``lse_base``."""
 
 LSE_LAYOUTS = ("NH", "HN")
 
@@ -44,7 +44,7 @@ class OutputSpec(NamedTuple):
 
     out, lse    buffers of the caller, filled and returned
     return_lse  the result is ``(out, lse)``
-    dtype       of the output; None for that of ``out``, or the query's. FP8 outputs are saturated
+    dtype       dtype of the output; None for that of ``out``, or of the query. FP8 outputs are saturated
     lse_base    ``"log2"`` or ``"ln"``
     lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``
     padded      the padding of an ``lse`` buffer of three dimensions
@@ -102,7 +102,7 @@ class OutputSpec(NamedTuple):
         return q_dtype if self.out is None else self.out.dtype
 
     def destinations(self) -> tuple[Tensor | None, ...] | None:
-        """The buffers that the op's ``out`` and ``lse`` are copied to, each may be None; None if they are converted."""
+        """The buffers of the op's ``out`` and ``lse``, or None for each; None alone if the LSE is converted."""
         plain_lse = self.lse_base == "log2" and self.lse_layout == "NH" and self.padding is None
         if self.needs_lse and not plain_lse:
             return None
@@ -111,7 +111,7 @@ class OutputSpec(NamedTuple):
     def finalize(
         self, out: Tensor, lse: Tensor | None, dtype: torch.dtype, scale: float | Tensor = 1.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The result from the op's ``out [rows, heads, head_dim]`` and ``lse``, which may be None if it is not needed.
+        """The result, from the op's ``out [rows, heads, head_dim]`` and ``lse``, which may be None if it is not needed.
 
         The output is multiplied by ``scale``, a number or a float32 tensor of no dimensions, ``[heads, 1]`` or
         ``[rows, heads, 1]``, and converted to ``dtype``.
@@ -170,18 +170,18 @@ def check_buffer(
 
 
 def check_apart(where: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
-    """Refuse two tensors that are written and share memory, as far as that is known."""
+    """Raise if two tensors that are written share memory, as far as is known."""
     if _share_memory(a, b):
         fail(ArgumentError, where, f"{second} shares memory with {first}", "memory of its own", "allocate both")
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors do: one tensor, or contiguous ones. Other strided ones may take turns in a packed result."""
+    """Whether two tensors are known to share memory. Strided tensors may alternate in memory without sharing it."""
     if a is b:
         return True
     if is_traced() or type(a) is not Tensor or type(b) is not Tensor:
         return False
     if not (a.is_contiguous() and b.is_contiguous()):
         return same_elements(a, b)
-    first, second = a.data_ptr(), b.data_ptr()  # of tensors without memory 0
+    first, second = a.data_ptr(), b.data_ptr()  # 0 for a tensor without memory
     return bool(first and second) and first < second + b.nbytes and second < first + a.nbytes

@@ -48,7 +48,7 @@ class PagedWrapper(Wrapper):
         )
 
     def _workspace_size(self, where: str, batch: Batch) -> tuple[int, int]:
-        """Bytes of float workspace that plan() of this batch needs, and bytes of integers that its plan holds."""
+        """Bytes of float workspace that plan() of this batch needs, and bytes of its plan."""
         batch.check(where)
         batch, size, fixed = self._size(batch)
         plan = self._resizable.fit(batch.spec, size, fixed).planner.state
@@ -58,9 +58,9 @@ class PagedWrapper(Wrapper):
 def forward_changes(
     where: str, *, logits_soft_cap: float | None = None, suffix: str = "", **given: Any
 ) -> dict[str, Any]:
-    """The options that ``forward`` changes for its call: those that are not at their defaults.
+    """The options that ``forward`` replaces in its call: the arguments that are not at their defaults.
 
-    A soft cap of 0 is a change, since it is not None.
+    A soft cap of 0 replaces the planned one, since the default is None.
     """
     options = attention_options(where, logits_soft_cap=logits_soft_cap, suffix=suffix, **given)
     defaults = attention_options(where)

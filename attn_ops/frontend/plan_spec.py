@@ -25,7 +25,7 @@ def prefill_spec(
 ) -> PlanSpec:
     """The spec of a prefill. ``head_dim`` is an alias of ``head_dim_qk``; ragged KV has ``page_size`` 1.
 
-    ``before_mask``: the argument that the mask followed in earlier releases.
+    ``before_mask``: the argument that a mask followed by position in earlier releases of FlashInfer, for the message.
     """
     dim = renamed(where, "head_dim", head_dim, "head_dim_qk", head_dim_qk)
     dim, page_size = required(where, head_dim_qk=dim, page_size=page_size)
@@ -44,7 +44,7 @@ def prefill_spec(
 
 
 def ragged_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PlanSpec:
-    """The spec of ragged or dense tensors, whose last dimensions are ``[heads, head_dim]``."""
+    """The spec of ragged or dense tensors ``[..., heads, head_dim]``."""
     return PlanSpec(
         decode=False,
         paged=False,

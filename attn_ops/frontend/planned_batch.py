@@ -21,6 +21,7 @@ from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.symbolic_sizes import holds
 from attn_ops.typed import flags
 
 TENSOR_NAMES = {
@@ -28,16 +29,16 @@ TENSOR_NAMES = {
     "ragged_prefill": ("q", "k", "v"),
     "block_sparse_prefill": ("q", "k", "v"),
 }
-"""Arguments of ``run()`` that are the first and the last two tensors of an op: a query, and what it attends to."""
+"""By op, the names in messages of the first and the last two tensors: the query, and keys and values."""
 
 PAGED_TENSOR_NAMES = "q", "the KV cache", "the KV cache"
-"""The same of the other ops, as messages name them."""
+"""These names for all other ops."""
 
 
 class Batch(NamedTuple):
-    """A batch that plan() is called for: the op of its calls, its page table, and what it is planned for.
+    """A batch that plan() is called for: the op of its calls, its page table, plan spec and options.
 
-    dtypes  of query, KV and output; None if they follow the tensors of run()
+    dtypes  dtypes of query, KV and output; None if they follow the tensors of run()
     """
 
     op: str
@@ -51,17 +52,17 @@ class Batch(NamedTuple):
         sizes = ("page_size", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
         positive(where, **{size: getattr(spec, size) for size in sizes})
         check_groups(where, spec.num_qo_heads, spec.num_kv_heads)
-        flags(where, causal=self.options.causal)  # which a mask takes the place of, and no other check reads then
+        flags(where, causal=self.options.causal)  # with a mask no other check reads it
 
 
 @dataclass
 class PlannedBatch:
     """What plan() stores for run(): the op, its plan, its options. It is the plan source of the wrapper's calls.
 
-    rows    ``[n, 0]``, with the planned number of query rows in its shape: a compiled run() need not specialise on it
-    exact   the query has that many rows; otherwise more rows may follow, as padding
-    dtypes  of query, KV and output; None means those of the tensors
-    keys    ``[n, 0]``, likewise with the planned number of ragged keys; more may follow
+    dtypes  dtypes of query, KV and output; None if they follow the tensors of run()
+    rows    ``[n, 0]``: the planned number of query rows as a size, so that a compiled run() need not specialize on it
+    exact   whether the query has exactly that many rows; otherwise more rows may follow, as padding
+    keys    ``[n, 0]``: the planned number of ragged keys; more may follow
     state   attributes of the wrapper that belong to the plan
     """
 
@@ -76,8 +77,8 @@ class PlannedBatch:
     keys: Tensor | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     prepared: tuple[PreparedCalls, int] | None = field(default=None, init=False)
-    """The prepared calls of run(), with the planned numbers of rows and ragged keys in one integer; bound calls
-    on the CPU; None without the extension module, and on other devices."""
+    """The prepared calls of run(), on the CPU its bound calls, and an integer of the planned numbers of rows and ragged
+    keys. None without the extension module, and on other devices."""
 
     def __post_init__(self) -> None:
         rows, keys = self.rows.shape[0], self.keys
@@ -91,7 +92,7 @@ class PlannedBatch:
             self.prepared = earlier.prepared[0], self.prepared[1]
 
     def _identity(self) -> tuple[Any, ...]:
-        """What run() depends on, apart from these numbers; tensors by identity."""
+        """All that run() depends on, apart from the numbers of rows and keys; tensors by identity."""
         dtypes = None if self.dtypes is None else (self.dtypes.q, self.dtypes.kv, self.dtypes.o)
         options = (id(x) if isinstance(x, Tensor) else x for x in self.options)
         return self.op, id(self.plan), id(self.workspace), self.spec, dtypes, self.exact, dict(self.state), *options
@@ -104,7 +105,7 @@ class PlannedBatch:
         where, q, kv = call.where, call.tensors[0], call.tensors[-1]
         self.check_tensors(call)
         rows, planned = q.shape[0], self.rows.shape[0]
-        if rows != planned and (self.exact or rows < planned):
+        if not holds(rows == planned if self.exact else rows >= planned):
             fail(
                 ShapeError,
                 where,
@@ -114,21 +115,21 @@ class PlannedBatch:
             )
         if self.keys is not None and kv.dim() == 3:
             keys, planned = kv.shape[DENSE_DIMS[call.kv_layout].token], self.keys.shape[0]
-            if keys < planned:
+            if not holds(keys >= planned):
                 expected = f"{planned} as planned by kv_indptr, or more"
                 fix = "pass the keys of all requests, or call plan() for this batch first"
                 fail(ShapeError, where, f"k and v have {keys} rows", expected, fix)
 
     def check_query_dtypes(self, where: str, **tensors: Tensor) -> None:
-        """The parts of a query have the planned dtype."""
+        """Raise unless the parts of an MLA query have the planned dtype."""
         if self.dtypes is not None:
             for name, t in tensors.items():
                 _check_dtype(where, name, t, self.dtypes.q)
 
     def check_tensors(self, call: AttentionCall) -> None:
-        """Dtypes and layout of the call's tensors are as planned.
+        """Raise unless dtypes and layout of the call's tensors are as planned.
 
-        The query of MLA, which its scales may have converted, has passed :meth:`check_query_dtypes`.
+        An MLA query has passed :meth:`check_query_dtypes`, since scales may convert it afterwards.
         """
         where, (q, *_, k, v) = call.where, call.tensors
         if self.dtypes is not None:
@@ -140,7 +141,7 @@ class PlannedBatch:
             self._check_layout(where, v, call.kv_layout)
 
     def _check_layout(self, where: str, kv: Tensor, kv_layout: str) -> None:
-        """The likeliest mistake, which the op would report as a wrong number of heads or tokens."""
+        """Raise if the cache has the other layout, which the op would report as a wrong number of heads or tokens."""
         planned = self.spec.page_size, self.spec.num_kv_heads
         page_size, heads = paged_sizes(where, kv, kv_layout)
         if (page_size, heads) != planned == (heads, page_size):
@@ -161,9 +162,9 @@ class PlannedBatch:
 
 
 class RowsOfCall(NamedTuple):
-    """The plan source of a call with ``rows`` query rows per request, over a batch that is planned with one of each.
+    """The plan source of a call with ``rows`` query rows per request, over a batch planned with one row per request.
 
-    The rows are the last tokens of their request, among themselves ``causal`` or not. The call plans them.
+    The rows are the last tokens of their request. With ``causal`` they are causal among themselves. The call plans.
     """
 
     planned: PlannedBatch

@@ -1,6 +1,7 @@
 """plan() of every wrapper: a batch is prepared, which checks it and changes nothing, and then committed.
 
-A call like the last one, for tensors of the same shapes, only writes the plan, if its size depends on shapes alone.
+If the size of a plan depends on shapes alone, a plan() that differs from the last one only in the contents of tensors
+writes the plan without preparing it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _SCALARS = (int, float, str, type(None), torch.dtype)
 class PreparedPlan(NamedTuple):
     """A batch that has passed every check of plan(); :meth:`commit` makes it the wrapper's plan.
 
-    ``rows`` are its query rows. ``state`` are attributes of the wrapper that belong to the plan, and ``others`` plans
-    that are committed with this one.
+    state   attributes of the wrapper that belong to the plan
+    others  plans that are committed before this one
     """
 
     wrapper: Wrapper
@@ -49,6 +50,7 @@ class PreparedPlan(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Query rows of the batch."""
         return self.size.rows
 
     def with_state(self, *others: PreparedPlan, **state: Any) -> PreparedPlan:
@@ -62,8 +64,8 @@ class PreparedPlan(NamedTuple):
 class RepeatablePlan(NamedTuple):
     """A plan() whose checks, size and result depend on the shapes of its page table, not on its contents.
 
-    signature  its arguments, with tensors as their shapes, strides, dtypes and devices
-    places     where ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` are among the arguments
+    signature  the arguments, with tensors as their shapes, strides, dtypes and devices
+    places     positions or names of the arguments ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len``
     """
 
     signature: tuple[Any, ...]
@@ -73,24 +75,32 @@ class RepeatablePlan(NamedTuple):
     planned: PlannedBatch
 
     @classmethod
-    def of(cls, signature: Any, prepared: PreparedPlan, args: Any, kwargs: Any) -> RepeatablePlan | None:
+    def of(
+        cls,
+        signature: tuple[Any, ...] | None,
+        prepared: PreparedPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> RepeatablePlan | None:
         """None if another batch of the same shapes could need another plan."""
         planned = prepared.wrapper._planned
         size_was_read = prepared.size.kv_len is not None or prepared.mask is not None
         if signature is None or planned is None or size_was_read or prepared.others:
             return None
         *tables, qo_indptr = prepared.batch.table
-        named = [*enumerate(args), *kwargs.items()]
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         places = [[place for place, value in named if value is t] for t in tables]
-        # A tensor in two arguments does not tell which of them a table of another batch comes from.
+        # If a tensor is passed twice, it is not known from which argument a later call's table comes.
         if any(len(found) != 1 for found in places) or qo_indptr is not None:
             return None
         if any(seen(t) for t in tables if t is not None):
             return None
         return cls(signature, tuple(found[0] for found in places), prepared.sized, prepared.state, planned)
 
-    def repeat(self, wrapper: Wrapper, signature: Any, args: Any, kwargs: Any) -> bool:
-        """Plan the batch of these arguments if the wrapper is as this plan left it; whether it did."""
+    def repeat(
+        self, wrapper: Wrapper, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Write the plan of these arguments. Returns False, without writing, if they need another plan."""
         if wrapper._resizable.held is not self.sized or signature != self.signature:
             return False
         table = PageTable(*(args[p] if isinstance(p, int) else kwargs[p] for p in self.places))
@@ -125,8 +135,8 @@ def refuse_tracing(where: str, arguments: Any) -> None:
         )
 
 
-def plan_batch(wrapper: Any, args: Any, kwargs: Any) -> None:
-    """``wrapper.prepare_plan(*args, **kwargs).commit()``, or a repetition of the last such call."""
+def plan_batch(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``wrapper.prepare_plan(*args, **kwargs).commit()``, or a repetition of the last plan()."""
     signature, last = _signature(args, kwargs), wrapper._repeatable
     if signature is None or is_traced():
         refuse_tracing(f"{wrapper._name}.plan", (args, kwargs))
@@ -151,6 +161,5 @@ def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
         planned_by(self, args, kwargs)
 
     plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")
-    del plan.__annotations__["return"]
-    plan.__annotations__["return"] = "None"
+    plan.__annotations__ = {**prepare_plan.__annotations__, "return": "None"}
     return typed(plan)  # type: ignore[arg-type]

@@ -30,8 +30,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         float_workspace_buffer: scratch memory on the device of the query, any dtype.
         kv_layout: ``"NHD"`` for ``[nnz_kv, num_kv_heads, head_dim]``, ``"HND"`` for heads first.
         use_cuda_graph: ``qo_indptr_buf [batch + 1]`` and ``kv_indptr_buf [batch + 1]``, int32, become the plan's
-            memory; masks go to ``custom_mask_buf``, uint8. The batch size is fixed, and the first plan's query rows
-            and longest request are the most. Without it the buffers have no effect.
+            memory; masks are copied to ``custom_mask_buf``, uint8. The batch size is fixed, and no later plan may have
+            more query rows or a longer request than the first. Without it the buffers have no effect.
         mask_indptr_buf (``qk_indptr_buf`` in 0.2), backend, jit_kwargs, variant_owns_mask: no effect on results
             (:mod:`attn_ops.policy`).
         jit_args: as for decoding.
@@ -117,9 +117,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         """Plan a batch. Eager, never inside a graph.
 
         ``qo_indptr`` and ``kv_indptr``, int ``[batch + 1]``, are the cumulative query rows and keys. With
-        ``backend="cudnn"``, ``seq_lens`` and ``seq_lens_q`` they may count elements, as in FlashInfer. ``v_indptr`` and
-        ``o_indptr`` say the same again, in tokens or elements. The other arguments and errors are those of the paged
-        wrapper's plan().
+        ``backend="cudnn"``, ``seq_lens`` and ``seq_lens_q`` they may count elements, as in FlashInfer. ``v_indptr``
+        repeats ``kv_indptr``, and ``o_indptr`` repeats ``qo_indptr``, in tokens or elements. The other arguments and
+        errors are those of the paged wrapper's plan().
         """
         where = f"{self._name}.plan"
         check_fp16_reduction(where, allow_fp16_qk_reduction, use_fp16_qk_reduction)

@@ -25,14 +25,14 @@ PER_ROW = ("q_descale", "k_descale", "v_descale")
 
 
 class Heads(NamedTuple):
-    """Numbers of heads of a call whose scales may have a value per head."""
+    """The numbers of heads of a call whose scales may have a value per head."""
 
     num_qo_heads: int
     num_kv_heads: int
 
 
 class ScaleFactors(NamedTuple):
-    """Scales by the names that the caller gave them: those of the logits, and those of the output."""
+    """Scales by the caller's names: ``logits`` multiply the logits, ``values`` the output."""
 
     logits: Mapping[str, Scale] = {}
     values: Mapping[str, Scale] = {}
@@ -47,11 +47,10 @@ class ScaleFactors(NamedTuple):
 
 
 class FoldedScales(NamedTuple):
-    """``sm_scale`` and ``kv_scale`` are the op's arguments.
+    """The op's arguments ``sm_scale`` and ``kv_scale``, and the factors outside of the op.
 
-    query   float32 ``[num_qo_heads, 1]`` or ``[rows, num_qo_heads, 1]`` that the query is multiplied by, each at most
-            1; None for 1
-    output  the output is multiplied by this number or float32 tensor, of these shapes or of no dimensions
+    query   factor of the query, float32 ``[num_qo_heads, 1]`` or ``[rows, num_qo_heads, 1]``, at most 1; None for 1
+    output  factor of the output, a number or a float32 tensor of these shapes or without dimensions
     """
 
     sm_scale: float | None
@@ -66,7 +65,7 @@ class FoldedScales(NamedTuple):
 
 
 def reciprocal(where: str, name: str, scale: Scale) -> Scale:
-    """``1 / scale`` of a scale that the output is divided by."""
+    """``1 / scale``, for a scale that divides the output."""
     if scale is None:
         return None
     if isinstance(scale, Tensor):
@@ -79,7 +78,7 @@ def reciprocal(where: str, name: str, scale: Scale) -> Scale:
 
 
 def as_number(where: str, name: str, scale: float) -> float:
-    """A scale that is a number. ``float`` takes strings and bools too."""
+    """``scale`` as a finite float. Strings and bools, which ``float`` accepts, are refused."""
     if isinstance(scale, str | bool):
         shown = f"{name} is {scale!r}, of type {type(scale).__name__}"
         fail(ArgumentError, where, shown, "a number or a tensor or None", "pass a number")
@@ -89,7 +88,7 @@ def as_number(where: str, name: str, scale: float) -> float:
 
 
 def positive_number(where: str, name: str, scale: float) -> float:
-    """:func:`as_number` of one that must be positive."""
+    """:func:`as_number` of a scale that must be positive."""
     number = as_number(where, name, scale)
     if number <= 0:
         fail(OptionError, where, f"{name} is {number}", "a positive number", "change it")
@@ -97,7 +96,10 @@ def positive_number(where: str, name: str, scale: float) -> float:
 
 
 def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: Heads | None) -> Scale:
-    """A number, a float32 tensor of no dimensions, with ``heads`` one of a value per query head, or one per row too."""
+    """``scale`` as a number or a float32 tensor without dimensions; with ``heads`` also with a value per query head.
+
+    Scales of :data:`PER_ROW` are returned as they are.
+    """
     if not isinstance(scale, Tensor):
         return None if scale is None else as_number(where, name, scale)
     check_real(where, name, scale)
@@ -134,11 +136,11 @@ def fold(
     *,
     scale_in_float32: bool = False,
 ) -> FoldedScales:
-    """The softmax scale times all scales of the logits, and the product of those of the output.
+    """The softmax scale times all scales of the logits, and the product of all scales of the output.
 
-    Numbers are folded into ``sm_scale`` and ``output``, tensors into ``kv_scale``, without reading the device. So is a
-    product of numbers that is negative or 0, since ``sm_scale`` is positive. With ``scale_in_float32`` tensors of the
-    output are folded into ``output`` too, as the op rounds after the scale.
+    Numbers are folded into ``sm_scale`` and ``output``, tensors into ``kv_scale``, without reading the device. A
+    product of numbers that is negative or 0 goes to ``kv_scale`` too, since ``sm_scale`` must be positive. With
+    ``scale_in_float32`` tensors that scale the output go to ``output``, since the op rounds after the scale.
     """
     logits, values = factors
     if not _given(logits) and not _given(values):
@@ -166,7 +168,7 @@ def fold(
     result: float | Tensor = output
     if key is not None and key.numel() == 0:
         key = None
-    if key is not None and key.dim():  # the largest is one for the whole tensor, and the query has what is left
+    if key is not None and key.dim():  # kv_scale has the largest factor, and the query the ratios to it
         largest = key.abs().amax().clamp(min=MIN_SCALAR)
         key, query = largest, (key / largest)[..., None]
     if value is not None and (value.dim() or scale_in_float32):

@@ -1,11 +1,12 @@
 """Plans that calls share: made for a batch, and found again by the layers of a step.
 
-A plan holds copies of lengths and page tables, so it may be used again only while these have not changed:
+A plan has copies of lengths and page tables, so it serves later calls only while these have not changed. The plan of a
+call is one of these:
 
-given          as an argument of the call (:class:`~attn_ops.frontend.flash.metadata.SchedulerMetadata`)
-host lengths   the plan of an earlier call of equal contents, which are compared; they are on the host
+given          an argument of the call (:class:`~attn_ops.frontend.flash.metadata.SchedulerMetadata`)
+host lengths   the plan of an earlier call whose lengths and tables had equal contents, which are compared on the host
 GPU lengths    within :class:`SharedPlans`, the plan of an earlier call with the same tensors and version counters
-otherwise      a new plan in every call, as in traced code, of which Inductor lowers equal plans once
+otherwise      a new plan in every call, also in traced code, where Inductor lowers equal plans once
                (:mod:`attn_ops.ops.repeated_plans`)
 
 What is shared is a plan, or a tuple of a plan and other tensors.
@@ -38,7 +39,7 @@ Make = Callable[[], Shared]
 
 
 class _Entry(NamedTuple):
-    """What is shared: ``tensors`` are those it was made from, ``versions`` their version counters."""
+    """A shared value, the tensors that it was made from, and their version counters then."""
 
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
@@ -48,9 +49,9 @@ class _Entry(NamedTuple):
 class SharedPlans:
     """Context manager of one step: calls in it that pass the same tensors share one plan.
 
-    The same tensors are the same Python objects. A change of their contents by PyTorch is noticed, by their version
-    counters, and plans again. What PyTorch does not see must not change lengths and page tables within the block:
-    kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data`` or NumPy, and any write to
+    The same tensors are the same Python objects. If PyTorch changes their contents, their version counters change, and
+    the next call plans again. Writes that PyTorch does not see must not change lengths and page tables within the
+    block: kernels launched on raw pointers, replays of CUDA graphs, writes through ``.data`` or NumPy, and any write to
     tensors that were made in inference mode, which have no version counters.
 
     Plans live until the block ends. An object may be entered again, also in one block within another; :meth:`clear`
@@ -80,7 +81,7 @@ class SharedPlans:
         self._entries.clear()
 
     def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None) -> Shared | None:
-        """What was made from ``tensors``, which :class:`SharedKey` calls with, or what ``make`` returns."""
+        """The value made from ``tensors`` by an earlier call, else the result of ``make``, or None without ``make``."""
         if is_capturing() != self._capturing:
             return make and make()
         key = (key, *map(id, tensors))
@@ -109,9 +110,9 @@ MAX_HOST_PLANS = 32
 
 
 class _HostEntry(NamedTuple):
-    """What was made from tensors of these contents.
+    """A shared value, and the contents of the tensors that it was made from.
 
-    ``cache_pages``: the fewest pages of a cache for which tables of these contents have passed their checks.
+    ``cache_pages``: the fewest pages of a cache for which page tables of these contents have passed their checks.
     """
 
     contents: Hashable
@@ -126,9 +127,10 @@ class HostPlans:
         self.entries: OrderedDict[Hashable, _HostEntry] = OrderedDict()
 
     def find(self, key: Hashable, tensors: tuple[Tensor, ...], make: Make | None, cache_pages: int) -> Shared | None:
-        """What was made from ``tensors``, whose sizes are in the ``key``, or what ``make`` returns.
+        """The value made from tensors of equal contents by an earlier call, else the result of ``make``.
 
-        Without ``make`` only that of a call whose tables would pass the checks for as few ``cache_pages``.
+        Sizes of ``tensors`` are in ``key``. Without ``make`` the result is None if there is no such value, or if its
+        page table has not been checked for as few ``cache_pages``.
         """
         entry, now = self.entries.get(key), contents(tensors)
         if entry is None or entry.contents != now:
@@ -157,13 +159,13 @@ def host_plans() -> HostPlans:
 
 
 class SharedKey(NamedTuple):
-    """What a shared plan depends on.
+    """What a shared plan depends on, and ``cache_pages``, on which only checks depend.
 
-    key          all but the contents of the tensors, and the stream
+    key          all that the plan depends on, except the contents of the tensors and the stream
     tensors      lengths and page tables as the caller passed them
-    device       of the plan
-    on_host      the contents of the tensors are compared
-    cache_pages  of the cache, for which the tables among them are checked; no part of what the plan depends on
+    device       device of the plan
+    on_host      whether the contents of the tensors are compared
+    cache_pages  pages of the cache, for which page tables among the tensors are checked
     """
 
     key: Hashable
@@ -173,7 +175,7 @@ class SharedKey(NamedTuple):
     cache_pages: int = 0
 
     def find(self, make: Make | None = None) -> Shared | None:
-        """What was made in an earlier call of the same batch, if that is certain; else what ``make`` returns."""
+        """The value made by an earlier call of the same batch, if one is found; else the result of ``make``."""
         stream = current_stream(self.device)
         if self.on_host:
             if is_capturing():
@@ -197,11 +199,12 @@ class SharedKey(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a call found, or made for itself alone.
+    """The plan of a call, and how later calls find theirs.
 
-    by      the key of the shared plan, if it is one
-    given   makes the lookup of later calls on the CPU, if it was an argument of the call
-    replan  checks and plans for other tensors in the place of those of ``by``, and keeps none
+    value   the plan, or the metadata that has it
+    by      the key of a shared plan, else None
+    given   makes the lookup of later calls on the CPU, if ``value`` was an argument of the call
+    replan  checks other tensors in the place of those of ``by``, and plans for them; it keeps no tensor
     """
 
     value: Any
@@ -210,7 +213,10 @@ class Found(NamedTuple):
     replan: Callable[..., Shared] | None = None
 
     def lookup(self, on_cpu: bool) -> Lookup | None:
-        """How later calls find it. A table on the host is checked in each call with a cache on a GPU."""
+        """How later calls find their plan; None if they must run as written.
+
+        With a cache on a GPU, calls check a page table on the host, so they run as written.
+        """
         if self.given is not None and on_cpu:
             return self.given()
         by = self.by
@@ -244,9 +250,9 @@ class Scheduled(NamedTuple):
 
 
 class FoundCall(NamedTuple):
-    """A call whose plan is that of ``found``.
+    """A call whose plan is ``found.value``, or is in it.
 
-    views  those of :class:`OpCall`
+    views  views of the arguments, as in :class:`OpCall`
     """
 
     call: AttentionCall
@@ -264,14 +270,14 @@ class FoundCall(NamedTuple):
 def shared(
     key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, make: Make, cache_pages: int = 0
 ) -> Found:
-    """What ``make`` returns, or returned for the same batch if that is certain.
+    """The value made by an earlier call of the same batch, if one is found; else the result of ``make``.
 
     Args:
-        key: all that the plan depends on beside the contents of ``tensors``.
-        tensors: lengths and page tables as the caller passed them; None has no contents.
-        device: of the plan.
-        make: reads ``tensors`` alone.
-        cache_pages: of the cache, for which the caller has checked the tables.
+        key: all that the plan depends on, except the contents of ``tensors``.
+        tensors: lengths and page tables as the caller passed them.
+        device: device of the plan.
+        make: makes the plan from the contents of ``tensors``.
+        cache_pages: pages of the cache, for which the caller has checked the page tables.
     """
     if is_traced():
         return Found(make())

@@ -1,4 +1,4 @@
-"""What both block-sparse wrappers share: block rows become the requests of a prefill plan, over dense keys as pages."""
+"""The base of both block-sparse wrappers: block rows are requests of a prefill plan, and blocks of dense keys pages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OP = "block_sparse_prefill"
 
 @dataclass(eq=False)
 class Positions:
-    """The positions of the first rows of the requests of a causal plan, ``[requests]``. Equal to itself alone."""
+    """The positions ``[requests]`` of the first row of each request of a causal plan. Compared by identity."""
 
     tensor: Tensor
 
 
 class SparseWrapper(RunWithLse, Wrapper):
-    """A wrapper whose requests are block rows. Its plan is for one number of keys, ``_keys``."""
+    """A wrapper whose requests are block rows. Its plan is for ``_keys`` keys."""
 
     _keys: int
 
@@ -58,9 +58,9 @@ class SparseWrapper(RunWithLse, Wrapper):
         dtypes: DTypes,
         **custom_masks: Tensor | None,
     ) -> PreparedPlan:
-        """``table`` is ``qo_indptr, kv_indptr, kv_indices, kv_last_page_len`` of the requests.
+        """:meth:`_prepare` of ``table``, ``(qo_indptr, kv_indptr, kv_indices, kv_last_page_len)`` of the block rows.
 
-        ``custom_masks`` are those of ``_prepare``.
+        ``positions`` are those of a causal plan, ``custom_masks`` the keyword arguments of :meth:`_prepare`.
         """
         qo_indptr, kv_indptr, kv_indices, kv_last_page_len = table
         pages = PageTable.of(where, kv_indptr, kv_indices, kv_last_page_len, qo_indptr)
@@ -82,7 +82,7 @@ class SparseWrapper(RunWithLse, Wrapper):
     ) -> tuple[Tensor, Tensor]:
         """Query and keys, rotated by their positions in the matrix if the mode is ROPE_LLAMA."""
         if self._planned is None:
-            return q, k  # the call says so
+            return q, k  # the call raises
         options = self._planned.options._replace(**changes)
         check_encoding(where, options, q, k)
         if options.pos_encoding != "ROPE_LLAMA":
@@ -102,6 +102,7 @@ class SparseWrapper(RunWithLse, Wrapper):
 
 
 def check_encoding(where: str, options: AttentionOptions, *tensors: Tensor) -> None:
+    """Raise for ALiBi, and for a query or keys in ``tensors`` that RoPE cannot rotate."""
     if options.pos_encoding == "ALIBI":
         unsupported(
             where,
@@ -113,7 +114,7 @@ def check_encoding(where: str, options: AttentionOptions, *tensors: Tensor) -> N
         for name, t in zip(("q", "k"), tensors, strict=False):
             if t.dtype in FP8:
                 what = f"{name} is {dtype_name(t.dtype)} with ROPE_LLAMA"
-                fail(UnsupportedError, where, what, "a dtype that holds what is rotated", "rotate it before")
+                fail(UnsupportedError, where, what, "float16, bfloat16 or float32", "convert it, or rotate it before")
             if t.shape[-1] % 2:
                 fail(ShapeError, where, f"{name} has head_dim {t.shape[-1]}", "an even one for ROPE_LLAMA", "pad it")
 
@@ -121,7 +122,7 @@ def check_encoding(where: str, options: AttentionOptions, *tensors: Tensor) -> N
 def fitted_table(
     block_mask: Tensor, row_indptr: Tensor, col_indptr: Tensor, page_size: int, *, causal: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The page table of a block map and the positions of its block rows, with as many pages as there are."""
+    """The page table of a block map and the positions of its block rows. Copies the number of pages to the host."""
 
     def table(max_pages: int) -> tuple[Tensor, ...]:
         op = torch.ops.attn.block_sparse_table

@@ -1,4 +1,4 @@
-"""Sparse MLA: a query row attends to tokens of its own, which the caller has chosen by their places in the cache.
+"""Sparse MLA: each query row attends to tokens that the caller has chosen for it, by their index in the cache.
 
 Each query row is planned as a request of one row, and each of its tokens as a page of one token.
 """
@@ -19,7 +19,7 @@ from attn_ops.typed import integers
 
 
 class SparseTokens(NamedTuple):
-    """The arguments of a sparse call: the tokens of a query row, and how many of them count, ``[rows]``."""
+    """The arguments of a sparse call: the most tokens of a query row, and the number of tokens per row, ``[rows]``."""
 
     top_k: int
     top_k_lens: Tensor | None
@@ -48,7 +48,8 @@ class SparseTokens(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """``(tokens, counts)``, int32 ``[rows, top_k]`` and ``[rows]``: of a row the first ``counts`` tokens count.
 
-        ``top_k_lens`` says that tokens come before negative entries. Without it they are moved there.
+        With ``top_k_lens``, tokens precede negative entries in ``block_tables``. Without it, they are moved to the
+        front.
         """
         table = given_tensor(where, "block_tables", block_tables, device)
         if table.shape != (*rows_shape, self.top_k):
@@ -76,7 +77,7 @@ class SparseTokens(NamedTuple):
         *,
         ragged: bool,
     ) -> Tensor:
-        """int32 ``[rows]``: so many tokens may count, by the lengths of requests, or of rows that are not ragged."""
+        """int32 ``[rows]``: the most tokens that count, by ``seq_lens`` of requests, or of rows if not ``ragged``."""
         most = torch.full((rows,), self.top_k, dtype=torch.int32, device=device)
         if seq_lens is None:
             return most

@@ -49,7 +49,7 @@ def _output_dtype(where: str, out: Tensor | None, out_dtype: DType | None) -> to
 
 
 def _options(where: str, query: Tensor, window_left: int, sinks: Any, causal: bool = True) -> AttentionOptions:
-    """``bmm1_scale``, a factor of the logits, takes the place of the softmax scale."""
+    """The options of a call. The softmax scale is 1: ``bmm1_scale`` takes its place."""
     sinks = as_sinks(where, sinks, query.device)
     return bounded(where, AttentionOptions(sm_scale=1.0, window_left=window_left, sinks=sinks, causal=causal))
 
@@ -64,9 +64,9 @@ def _caches_and_table(
     seq_lens: Tensor | None,
     window_left: int,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Keys, values, and their table; unless they share pages, of copies of those that ``block_tables`` names.
+    """Keys, values and their page table. Unless ``shared_pages``, keys and values are copies of the pages they have.
 
-    ``seq_lens`` None: which tokens are in the pages is not known.
+    ``seq_lens`` None: page numbers are not checked before they are copied.
     """
     caches = paged(where, kv_cache, layout(where, kv_layout), may_be_shared=True)
     if shared_pages:
@@ -140,7 +140,7 @@ class _Decode(NamedTuple):
         ).execute()
 
     def execute_by_head(self) -> Any:
-        """Execute with a table and lengths of each KV head, which become requests of their own."""
+        """Execute with a table and lengths per KV head: KV heads become requests."""
         where, query, output = self.where, self.query, self.output
         ranked(where, "query", query, QUERY_DIMS)
         caches = paged(where, self.kv_cache, layout(where, self.kv_layout), may_be_shared=True)
@@ -222,16 +222,17 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention: ``block_tables [num_kv_heads, batch, max_pages_per_request]`` and ``seq_lens
             [num_kv_heads, batch]``: the pages of each KV head, in order, and their tokens.
         bmm1_scale_log2: ``bmm1_scale`` times log2(e), in its place.
-        out_dtype: of the output; unless given, that of ``out``, or the query's. FP8 is saturated.
-        bmm2_scale: multiplies the output, which ``o_scale`` does not: callers divide ``bmm2_scale`` by that.
+        out_dtype: dtype of the output; default that of ``out``, or of the query. FP8 is saturated.
+        bmm2_scale: multiplies the output. ``o_scale`` has no effect: callers divide ``bmm2_scale`` by it.
         sinks: float32 ``[num_qo_heads]``, or a list of that one tensor.
-        cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each request, in the
-            places of ``block_tables`` and ``seq_lens``. The result is that of this part: merge it with those of the
-            other ranks. Several ranks have no ``sinks`` and ``mask``.
+        cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each request, and
+            ``block_tables`` and ``seq_lens`` are those of these tokens. The result is attention over these tokens:
+            merge it with the results of the other ranks. ``sinks`` and ``mask`` are refused with several ranks.
         causal_seqlens_kv_global: int ``[batch]``, tokens of each request on all ranks before its query rows. Needed
             for several rows per request, and for windows.
         mask: uint16 or uint32 ``[batch, q_len_per_req, words]``, or ``[rows, words]``: bit j of a row's words, the
-            lowest first, says whether it sees token j of those last ones. All tokens before them it sees.
+            lowest first, says whether the row sees the token of the request's query row j. Every row sees all tokens
+            before those of the query rows.
 
     Returns:
         ``out`` as the query, in ``out_dtype``; with ``return_lse`` also float32 ``lse``, base 2.

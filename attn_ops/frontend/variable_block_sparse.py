@@ -22,7 +22,7 @@ from attn_ops.sparse_planner import fold_heads, unfold_heads
 from attn_ops.typed import optional_flags, typed
 
 MAX_PAGE = 64
-"""Keys of the largest page of variable blocks, a power of 2. A kernel is compiled for each size of pages."""
+"""Largest page size of variable blocks, a power of 2. A kernel is compiled for each page size."""
 
 
 class VariableBlockSparseAttentionWrapper(SparseWrapper):
@@ -178,7 +178,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         return_lse: bool,
         **changes: Any,
     ) -> Any:
-        """The call over all heads as requests, with its result by heads."""
+        """Attend with KV heads as requests. Returns the results by head."""
         ranked(where, "q", q, "[num_qo_heads, rows, head_dim]")
         self._check_kv(where, k, v, "[num_kv_heads, keys, head_dim]")
         if self._planned is not None:
@@ -211,7 +211,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
 def _by_head(
     where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, num_kv_heads: int, q: Tensor
 ) -> Tensor:
-    """A buffer ``[num_qo_heads, rows, ...]``, or as FlashInfer takes it, as ``[num_kv_heads, group, rows, ...]``."""
+    """A view ``[num_kv_heads, group, rows, ...]`` of a checked buffer, in ``shape`` or in FlashInfer's shape."""
     heads, rows, *dims = shape
     group = heads // num_kv_heads
     if tuple(buffer.shape) == (num_kv_heads * rows, group, *dims) != shape:

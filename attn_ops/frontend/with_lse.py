@@ -16,7 +16,7 @@ class RunWithLse:
 
 
 class ForwardWithLse(RunWithLse):
-    """A wrapper whose ``forward``, of the 0.1 interface, has it too."""
+    """A wrapper whose ``forward``, of the 0.1 interface, has an argument ``return_lse`` too."""
 
     forward: Any
 

@@ -1,4 +1,4 @@
-"""``xqa`` and ``xqa_mla``: decoding by a page table, in the forms that the documents and 0.7.2 call them."""
+"""``xqa`` and ``xqa_mla``: decoding by a page table, with the arguments of FlashInfer's documentation and of 0.7.2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
 
 
 def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
-    """Sizes given as arguments are those of the tensors."""
+    """Raise unless sizes that are given as arguments are those of the tensors."""
     for name, (given, actual) in pairs.items():
         if given is None:
             continue
@@ -84,9 +84,9 @@ def xqa(
             ``[batch, 1, q_seq_len, num_qo_heads, head_dim]``; several rows of a request are causal unless there is a
             ``mask``. With ``q_cu_seq_lens [batch + 1]``: ``[rows, num_qo_heads, head_dim]``.
         mask: uint16 or uint32 ``[batch, q_seq_len, words]``, or ``[rows, words]``: bit j of a row's words, the lowest
-            first, says whether it sees row j's token. All tokens before those of the rows it sees.
-        k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before tokens). Of a 5-D tensor
-            ``[pages, 2, ...]`` the keys, or the values.
+            first, says whether the row sees the token of row j. Every row sees all tokens before those of the rows.
+        k_cache, v_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (HND: heads before tokens). Each may be a 5-D
+            tensor ``[pages, 2, ...]`` of keys and values.
         page_table: int ``[batch, max_pages_per_request]``. ``seq_lens``: int or uint32 ``[batch]`` or ``[batch, 1]``.
         output: filled, and None returned; without it the output is returned. FP8 is saturated.
         kv_scale: multiplies the output too, as ``rcp_out_scale`` does.
@@ -156,9 +156,8 @@ def xqa_mla(
     Args:
         q: ``[batch, num_heads, ckv + kpe]``, or with a beam of 1 as for :func:`xqa`.
         k_cache: ``[pages, page_size, ckv + kpe]``, or flat ``[pages * page_size, ckv + kpe]`` with ``page_size``.
-            ``v_cache``: the same with ``ckv`` or more columns, which give the width of the values unless they are
-            k_cache's; then it is 512. The values are those of ``k_cache``: other memory is refused, as far as that is
-            seen, which it is not while tracing.
+            ``v_cache``: the same memory, whose columns give ``ckv``; with as many columns as ``k_cache``, ``ckv`` is
+            512. Other memory is refused, except while tracing, where memory is not known.
         q_scale: the softmax scale too, unlike in :func:`xqa`. ``kv_scale`` multiplies the output as well.
         page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
     """

@@ -1,4 +1,4 @@
-"""The backend table: which kernel runs an op, and why each other does not.
+"""The backend table: which kernel runs an op, and why each other kernel does not.
 
 An entry is a backend, or one kernel of a backend for some of the ops. Its module is imported when it is first chosen.
 ``auto`` takes the first entry without unsupported reasons; a backend named by the caller is used or refused, and never
@@ -47,7 +47,8 @@ class Problem:
 
     page_size      tokens of a page, 0 without pages
     options        names of the :class:`~attn_ops.ops.options.AttentionOptions` that are not at their defaults
-    pos_encoding   that option
+    pos_encoding   the option of this name
+    layout         the memory of queries, keys and values
     context_ranks  ranks that hold the keys of a plan
     """
 
@@ -75,18 +76,18 @@ class Backend:
     """An entry of the table.
 
     name                 what a caller passes as ``backend``; entries of one name are kernels of one backend
-    module               has one function per op, of the op's name and signature less ``backend``. The attribute
-                         ``for_key`` of one, if it has it, makes a function of the calls of a key, also for ``bases``
-    unsupported_reasons  why it does not run a problem; none if it does
-    kernels              op -> kernel, for an entry that has some ops only; None: every op, in plain PyTorch
+    module               module with a function per op, of the op's name, and of its signature without ``backend``. A
+                         function may have an attribute ``for_key``, which :meth:`for_key` calls
+    unsupported_reasons  function from a problem to the reasons why the entry does not run it
+    kernels              op -> kernel, for an entry with some of the ops; None for every op, in plain PyTorch
     specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
     inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
                          the op
     eager_only           it reads contents of tensors on the host: ``auto`` takes the next entry in graphs and packages
     has_images           its kernels are images in packages (:mod:`attn_ops.native`). A package that can have neither
                          its code nor its images runs the next entry
-    capacity_bound       its work is a plan's capacity, not the lengths that the plan holds
-    fp8_queries          it takes FP8 queries as they are. Before any other they are converted
+    capacity_bound       it does work for a plan's capacity, not for the lengths in the plan
+    fp8_queries          it takes FP8 queries. For an entry that does not, they are converted
                          (:mod:`~attn_ops.ops.fp8_queries`)
     prepared             its functions allocate outputs and launch kernels, and compute nothing else: the launches of an
                          eager call are captured for prepared calls (:mod:`attn_ops.eager.launches`)
@@ -118,10 +119,9 @@ class Backend:
     def for_key(
         self, op: str, args: Sequence[Any], kwargs: dict[str, Any], bases: Bases | None = None
     ) -> Callable[..., Any] | None:
-        """The implementation for this call and others of its key.
+        """The function of this call and later calls of its key, as :class:`~attn_ops.eager.checked_call.Check` says.
 
-        With ``bases`` one that takes such tensors, and returns None in calls that it leaves to the one without; None if
-        there is none.
+        With ``bases``, the function that takes such tensors, or None if there is none.
         """
         function = self.implementation(op)
         for_key: Callable[..., Any] | None = getattr(function, "for_key", None)
@@ -130,7 +130,7 @@ class Backend:
         return for_key(*args, bases=bases, **kwargs)
 
     def reasons(self, problem: Problem) -> list[str]:
-        """The reasons for the problem that its function gets."""
+        """The unsupported reasons for the problem, in which an FP8 query may be converted first."""
         if problem.dtype == QUERY and not self.fp8_queries and problem.op in FP8_QUERY_OPS:
             problem = replace(problem, dtype=CONVERTED_DTYPE)
         return self.unsupported_reasons(problem)
@@ -224,10 +224,10 @@ def choose(
 ) -> Backend:
     """The entry that runs ``problem``, of those that Inductor can inline if ``lowerable``, or launch as ``images``.
 
-    ``auto`` in a ``traced`` call takes none that is for eager calls.
+    In a ``traced`` call ``auto`` takes no entry that is for eager calls only.
 
     Raises:
-        BackendError: no entry runs it, or none of the backend called ``name``; the message gives every reason.
+        BackendError: no entry runs it, or no entry of the backend ``name``; the message gives every reason.
     """
     names = dict.fromkeys(backend.name for backend in BACKENDS)
     if name != "auto" and name not in names:
@@ -260,7 +260,7 @@ def _name(backend: Backend, op: str) -> str:
 
 
 def _runs_in(backend: Backend, place: str, name: str) -> bool:
-    """Whether an entry without unsupported reasons runs calls in one of ``PLACES``, asked for by ``name``."""
+    """Whether an entry without unsupported reasons runs calls with ``backend=name`` in one of ``PLACES``."""
     if place == "packages":
         return backend.inductor_lowerable or backend.has_images
     return place == "eager calls" or not (backend.eager_only and name == "auto")
@@ -269,8 +269,8 @@ def _runs_in(backend: Backend, place: str, name: str) -> bool:
 def explain(problem: Problem, name: str = "auto") -> str:
     """One line per entry that has the op: where it runs ``problem``, or why it does not.
 
-    Eager calls and compiled graphs run the first entry that can, graphs by ``auto`` none that is for eager calls only;
-    a package runs the first that Inductor can inline or that has images.
+    Eager calls and compiled graphs run the first entry that can; by ``auto`` graphs take no entry that is for eager
+    calls only. A package runs the first entry that Inductor can inline or that has images.
     """
     lines, left = [], list(PLACES)
     for backend in _entries(problem.op):

@@ -16,17 +16,17 @@ FP8_QUERY_OPS = frozenset({"batch_prefill", "ragged_prefill", "single_prefill", 
 """Ops that take FP8 queries, with keys and values of the same dtype."""
 
 QUERY = torch.float8_e4m3fn
-"""The dtype of such queries."""
+"""The dtype of FP8 queries."""
 
 CONVERTED_DTYPE = torch.float16
-"""What kernels that take no FP8 queries get. It has every FP8 number."""
+"""The dtype that FP8 queries are converted to, for kernels that do not take them. The conversion is exact."""
 
 
 @functools.cache
 def converting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of an op on converted queries. Unless a dtype is given, outputs have that of the query.
+    """``function`` of an op with FP8 queries converted first. Without ``out_dtype`` the output has the query's dtype.
 
-    The conversion is PyTorch's, so a call with one cannot be replayed as launches.
+    PyTorch converts, so a call with an FP8 query cannot be replayed as launches.
     """
 
     @functools.wraps(function)

@@ -129,7 +129,7 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
             V.graph.env.update(zip(_fields(call, names), made.fields, strict=True))
             return made.result
         if op._opname.startswith("plan_"):
-            counters["attn_ops"]["plans"] += 1  # as Inductor counts what it does
+            counters["attn_ops"]["plans"] += 1  # beside Inductor's own counters
         fields = named.get("plan", ())
         args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
         fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)
@@ -145,7 +145,7 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
 
 
 def _fields(call: tuple[tuple[Any, ...], dict[str, Any]], names: list[str]) -> Sequence[torch.fx.Node]:
-    """The nodes of the plan that a call writes, if it does."""
+    """The nodes of the plan that a call writes, empty if it writes no plan."""
     args, kwargs = call
     return {**dict(zip(names, args, strict=False)), **kwargs}.get("plan", ())
 
@@ -162,7 +162,7 @@ _TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def concretize_symints(tree: Any) -> Any:
-    """Arguments with the hint of each symbol in its place, as far as there is one."""
+    """Arguments with each symbol replaced by its hint, if it has one."""
 
     def number(x: Any) -> Any:
         return x if not isinstance(x, torch.SymInt | torch.SymFloat) or x.node.hint is None else x.node.hint

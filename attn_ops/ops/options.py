@@ -37,7 +37,8 @@ class AttentionOptions(NamedTuple):
     sinks            float32 ``[num_qo_heads]``: a natural-log logit with value 0 in each row's denominator
     kv_scale         float32 ``[2]``: the scales of FP8 keys and values
     pos_encoding     one of :data:`POS_ENCODINGS`, applied to queries and keys as they are read
-    rope_scale       divides positions; ``rope_theta`` is the base of RoPE's frequencies
+    rope_scale       divides positions
+    rope_theta       the base of RoPE's frequencies
     causal           a row sees the keys up to its own position, bottom-right aligned
     window_right     keys after the query's position that it sees, -1 for all; no effect with ``causal``
     mask             uint8 ``[bytes]``: the packed custom mask of all requests, which takes the place of ``causal``
@@ -66,7 +67,7 @@ class AttentionOptions(NamedTuple):
         )
 
     def keywords(self, op: str) -> dict[str, Any]:
-        """The options of ``op`` as its keyword arguments, but for those that are left at their defaults."""
+        """The options of ``op`` as its keyword arguments, without those at their defaults."""
         taken = OP_OPTIONS[op]
         return {
             name: value
@@ -94,22 +95,23 @@ OP_OPTIONS: dict[str, tuple[str, ...]] = {
 """The options of each attention op, in the order of its schema."""
 
 MAX_WINDOW = (1 << 30) - 1
-"""The largest ``window_left`` and ``window_right``: positions are int32, and so are their differences from it."""
+"""The largest ``window_left`` and ``window_right``: positions are int32, and so are sums of a position and a window."""
 
 MIN_SCALAR, MAX_SCALAR, _RANGE = 2.0**-126, 2.0**126, "2^-126 to 2^126"
 """Range of positive scalars: kernels compute with them, their inverses and their products with log2(e) in float32."""
 
 MLA_DIMS, MLA_SCALE_DIM = (512, 64), 128 + 64
-"""The MLA head that has a CUDA kernel and a default scale: by the width of its keys before they are absorbed."""
+"""Widths of the latent and the rotary part of the MLA head that has a CUDA kernel and a default scale, and the width of
+its keys before absorption, which gives the scale."""
 
 MLA_HEAD_DIMS = (sum(MLA_DIMS), MLA_DIMS[0])
 """``(head_dim_qk, head_dim_vo)`` of the MLA head."""
 
 
 def saturate(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """``out`` in another dtype. A number beyond the range of an FP8 dtype becomes its largest.
+    """``out`` in another dtype. A number beyond the range of an FP8 dtype becomes the largest number of that dtype.
 
-    PyTorch does not saturate all of them: in float8_e5m2 such a number becomes infinite.
+    PyTorch does not saturate every FP8 dtype: in float8_e5m2 such a number becomes infinite.
     """
     return out.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype) if dtype in FP8 else out.to(dtype)
 
@@ -125,14 +127,14 @@ def mla_scale(sm_scale: float | None) -> float:
 
 
 class Bound(NamedTuple):
-    """Which values a scalar option takes, and how an error message says it."""
+    """The values that a scalar option takes, and their description in error messages."""
 
     holds: Callable[[Any], bool]
     expected: str
     integer: bool = False
 
     def checked(self, where: str, name: str, value: Any) -> Any:
-        """``value``, an integer as a float where it is a number: the dispatcher converts those of 64 bits alone."""
+        """``value``, checked. An int of a float option becomes a float: the dispatcher converts 64-bit ints alone."""
         if type(value) is int:
             value = value if self.integer else float(value)
         elif self.integer:
@@ -142,7 +144,7 @@ class Bound(NamedTuple):
         return value
 
     def _shown(self, value: Any) -> str:
-        """``value`` in a message: a graph's symbol as its number."""
+        """``value`` as messages show it: a symbol of a graph as its number."""
         if isinstance(value, torch.dtype):
             return dtype_name(value)
         if not isinstance(value, str):
@@ -178,11 +180,11 @@ BOUNDS: dict[str, Bound] = {
         f"{', '.join(map(dtype_name, (*FLOATS, *FP8)))}, or None for that of q",
     ),
 }
-"""The scalar options that not every value of their type is right for."""
+"""The bounds of the scalar options that do not take every value of their type."""
 
 
 def bounded(where: str, options: AttentionOptions, suffix: str = "", **names: str) -> AttentionOptions:
-    """``options``, each within its bound. ``names``: those by which the caller calls options, but for ``suffix``."""
+    """``options``, each checked against its bound. ``names`` are the caller's names of options, without ``suffix``."""
     for name, value, default in zip(options._fields, options, DEFAULTS, strict=True):
         if value is default:
             continue

@@ -38,7 +38,7 @@ LOWERINGS = Lowerings()
 
 
 def _run(function: Callable[..., Any], device: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a backend's function. Autocast, which would change the dtypes inside it, does not reach into an op."""
+    """Call a backend's function without autocast, which would change the dtypes inside it."""
     if not torch.is_autocast_enabled(device):
         return function(*args, **kwargs)
     with torch.autocast(device, enabled=False):
@@ -54,7 +54,7 @@ def _choose(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Backe
 
 
 def _checked(op: str) -> Check:
-    """Check the call and choose the backend; the function that it returns runs it."""
+    """The check of the op on the CPU: it chooses the backend, and returns the function that runs the call."""
 
     def checked(args: Sequence[Any], kwargs: dict[str, Any], bases: Bases | None = None) -> Any:
         chosen, device, options = _choose(op, args, kwargs)
@@ -73,8 +73,9 @@ def _checked(op: str) -> Check:
 
 
 def _lowering(op: str) -> Callable[..., Any]:
-    """Check the call and run the chosen backend: of those that Inductor can inline or, where a package collects images,
-    launch as images.
+    """The body of the op in graphs: check the call and run the chosen backend.
+
+    It chooses among the entries that Inductor can inline and, while a package collects images, those that have images.
     """
     check = CHECKS[op]
 
@@ -88,7 +89,7 @@ def _lowering(op: str) -> Callable[..., Any]:
 
 
 def _op_cache(op: str) -> OpCache:
-    """Check the call and run the chosen backend, and capture the launches where it can."""
+    """The cache of the op on CUDA. A first call is checked and runs the chosen backend, which may capture launches."""
 
     def first_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         backend, device, options = _choose(op, args, kwargs)
@@ -118,7 +119,7 @@ def _fake(op: str) -> Callable[..., Any]:
 
 
 def _is_lowerable(op: str) -> Callable[..., bool]:
-    """Whether Inductor can inline what a compiled graph with these arguments runs."""
+    """Whether Inductor can inline the kernel that a compiled graph with these arguments runs."""
     check = CHECKS[op]
 
     def is_lowerable(*args: Any, backend: str = "auto", **kwargs: Any) -> bool:
@@ -146,7 +147,7 @@ def register() -> None:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> str:
-    """Which kernel runs this call, in eager calls, compiled graphs and packages, and why each other does not.
+    """Which kernel runs this call, in eager calls, compiled graphs and packages, and why each other kernel does not.
 
     Takes the op's name and the arguments of the call, which are checked but not run. One line per entry of the backend
     table that has the op::
@@ -157,7 +158,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> str:
         reference: can run it
 
     Raises:
-        AttnOpsError: what the call itself would raise.
+        AttnOpsError: the error that the call itself would raise.
     """
     if op not in CHECKS:
         raise OptionError(f"explain: there is no op {op!r}; expected one of {', '.join(CHECKS)}; pass its name")

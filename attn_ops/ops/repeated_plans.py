@@ -2,12 +2,12 @@
 
 Every layer of a model may call a function that plans. The graph then has a planning op per layer, and PyTorch does not
 merge them, since it merges nothing in graphs for inference and nothing that mutates. Here the nodes are compared before
-they are lowered. A node is *repeated* if an earlier one has the same target and arguments of equal value, and nothing
-wrote to the memory of these before. It is then not lowered: later nodes read what the earlier one made. What a graph
-returns is not shared, since its caller may write to one of two outputs.
+they are lowered. A node is *repeated* if an earlier node has the same target and arguments of equal value, and no node
+before it writes to the memory of its arguments. A repeated node is not lowered: later nodes read the result of the
+earlier one. Outputs of the graph are not shared, since the caller may write to one of two outputs.
 
 Values are compared by value numbering: two nodes have the same number if they call the same pure op with arguments of
-the same numbers. Memory is compared by the storages of the fake tensors that the graph carries.
+the same numbers. Memory is compared by the storages of the fake tensors in the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SYMBOLIC = ("_operator", "math", "torch")
 
 
 class Made(NamedTuple):
-    """What the lowering of a node made: the fields of the plan that it wrote, by position, and its result."""
+    """The results of a node's lowering: the fields of the plan that it wrote, in order, and what it returned."""
 
     fields: Sequence[Any]
     result: Any
@@ -72,18 +72,18 @@ class RepeatedPlans:
         return self._expression(node, fields)
 
     def find(self, node: Node) -> Made | None:
-        """What an earlier node made that ``node`` repeats."""
+        """The results of an earlier node that ``node`` repeats, None if there is no such node."""
         key = self.key(node)
         return None if key is None else self._made.get(key)
 
     def keep(self, node: Node, made: Made) -> None:
-        """Record what ``node`` made."""
+        """Record the results of ``node``."""
         key = self.key(node)
         if key is not None:
             self._made[key] = made
 
     def _expression(self, node: Node, fields: Sequence[Node] = ()) -> Hashable:
-        """The target and the numbers of the arguments, of ``fields`` only the form; of an impure node itself."""
+        """The target and the value numbers of the arguments, for ``fields`` their form; for an impure node the node."""
         if not fields and not _is_pure(node):
             return node
 
@@ -101,7 +101,7 @@ class RepeatedPlans:
         return expression
 
     def _cone(self, nodes: Sequence[Node]) -> Iterator[Node]:
-        """``nodes`` and all that they are computed from."""
+        """``nodes`` and all nodes that they are computed from."""
         pending, seen = list(nodes), set(nodes)
         while pending:
             node = pending.pop()
@@ -111,13 +111,13 @@ class RepeatedPlans:
             pending += more
 
     def _is_written_before(self, node: Node, read: Node) -> bool:
-        """Whether something writes to the memory of ``read`` before ``node``; also if that is not known."""
+        """Whether a node before ``node`` writes, or may write, to the memory of ``read``."""
         storages = _storages(read)
         writers = [writer for storage in storages for writer in self._writers.get(storage, ())]
         return any(self._order[writer] < self._order[node] and writer is not read for writer in writers)
 
     def _is_fresh(self, field: Node, node: Node) -> bool:
-        """Whether a field has no contents before ``node`` writes it: new memory, or none."""
+        """Whether a field has no contents before ``node`` writes it: it is new memory, or empty."""
         if not _has_elements(field.meta["val"]):
             return True
         first = min(self._order[user] for user in field.users)
@@ -136,7 +136,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _written(node: Node) -> list[Node]:
-    """Arguments that the node writes to; all tensors of one that does not say."""
+    """Arguments that the node writes to; all its tensors if its target has no schema."""
     if node.op in ("placeholder", "get_attr", "output") or _is_pure(node):
         return []
     target = node.target
@@ -162,7 +162,7 @@ def _storages(node: Node) -> list[int]:
 
 
 def _has_elements(t: torch.Tensor) -> bool:
-    """Unless a size is known to be 0. Symbolic sizes are not looked at, which would guard on them."""
+    """False if a size is known to be 0. Symbolic sizes are not compared, which would guard on them."""
     return all(size for size in t.shape if isinstance(size, int))
 
 

@@ -1,7 +1,7 @@
 """Size guards of AOTInductor packages: a package refuses sizes that it was not compiled for.
 
-Dynamo and exported programs check the sizes of their inputs. AOTInductor drops these checks: generated code takes each
-symbol from one input, and the ranges of symbols and all static sizes for granted. A package with an op of this library
+Dynamo and exported programs check the sizes of their inputs. AOTInductor drops these checks: generated code reads each
+symbol from one input, and assumes the ranges of symbols and all static sizes. A package with an op of this library
 therefore starts with
 
 * the capacity checks of the ops, with the messages of eager calls (:func:`note_capacity`);
@@ -36,17 +36,17 @@ class Capacity(NamedTuple):
 log = logging.getLogger(__name__)
 
 _NO_BOUND = 2**62
-"""Sizes from here on are no bound: what PyTorch knows of every size is below ``2**63``."""
+"""A maximum from here on is no bound: PyTorch gives every size a maximum below ``2**63``."""
 
 _SPECIALIZED = 3
-"""Symbols with minima up to here count as 0 or more. PyTorch specializes on sizes of 0 and 1, so the smallest dynamic
-size is 2, and 3 of cumulative lengths, whose batch is one less. Code for these also runs the smaller sizes."""
+"""Minima up to here are not checked. PyTorch specializes on sizes of 0 and 1, so the smallest dynamic size is 2, or 3
+for cumulative lengths, whose batch is one less. The generated code also runs smaller sizes."""
 
 _noted: ContextVar[list[Capacity] | None] = ContextVar("attn_ops_capacities", default=None)
 
 
 def note_capacity(needed: Any, capacity: Any, message: str) -> None:
-    """Called by checks for a capacity that suffices as far as it is known: the guards of a package repeat the check."""
+    """Note a capacity that suffices as far as is known. Checks call it, and guards of a package repeat the check."""
     noted = _noted.get()
     if noted is not None and any(isinstance(size, torch.SymInt) for size in (needed, capacity)):
         noted.append(Capacity(needed, capacity, message))
@@ -61,7 +61,7 @@ def root_graph(graph: Any) -> Any:
 
 @contextlib.contextmanager
 def guards_of(graph: Any) -> Iterator[None]:
-    """Within, the capacities that checks note become guards of ``graph``, an Inductor graph, if it is a package's."""
+    """Context in which capacities that checks note become guards of ``graph``, an Inductor graph of a package."""
     root = root_graph(graph)
     if not root.aot_mode or not _generates_handles(root):
         yield
@@ -129,7 +129,7 @@ def _lines(graph: Any, wrapper: Any) -> list[str]:
     for needed, capacity, message in graph.attn_ops_capacities:
         sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in (needed, capacity)]
         if all(_free(size) <= bound for size in sizes):
-            # A size that the graph computes from contents has a runtime assertion of PyTorch's instead.
+            # For a size that the graph computes from contents PyTorch generates a runtime assertion instead.
             capacities[_capacity_line(message, *map(cpp, sizes))] = None
     checks = [line for name, value in inputs.items() for line in _input_lines(graph, name, value, cpp)]
     return ["{", *_REFUSE.splitlines(), *capacities, *checks, "}"]

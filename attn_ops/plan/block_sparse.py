@@ -1,8 +1,9 @@
 """Block maps as requests of a prefill plan: a block row is a request, and its selected block columns are its pages.
 
 Positions of a causal matrix are aligned bottom-right: row ``i`` of ``M`` has the position ``i + N - M`` among ``N``
-keys. A request sees a run of its own keys, so that its rows must have their positions in one block column. Block rows
-are therefore divided where the position of a row begins a block column (:func:`uniform_rows`, :func:`divide_rows`).
+keys. A row sees its request's keys up to its position, so the positions of a request's rows must lie in one block
+column. Block rows are therefore divided where the position of a row begins a block column (:func:`uniform_rows`,
+:func:`divide_rows`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _ROW, _ROWS, _POSITION, _REQUEST = map(WORK_FIELDS.index, ("row", "rows", "posit
 
 
 def uniform_rows(num_rows: int, num_keys: int, row_block: int, col_block: int, causal: bool) -> tuple[list[int], ...]:
-    """``(offsets, block_rows)`` of the requests that blocks of one size make.
+    """``(offsets, block_rows)`` of the requests of a matrix with blocks of one size.
 
-    offsets     the first row of each request, and the number of rows
-    block_rows  the block row that each request is of
+    offsets     the first row of each request, then the number of rows
+    block_rows  the block row of each request
     """
     begins = set(range(0, num_rows, row_block))
     if causal:
@@ -45,7 +46,7 @@ def bsr_map(indptr: Tensor, indices: Tensor, block_rows: Tensor, num_cols: int) 
     # The conversion copies: Inductor's searchsorted loses the offset of a view, or does not lower it (PyTorch 2.11).
     row = torch.searchsorted(indptr.long(), entry, right=True) - 1
     used = (row >= 0) & (row < rows) & (indices >= 0) & (indices < num_cols)
-    place = torch.where(used, row * num_cols + indices, rows * num_cols)  # the others go past the end
+    place = torch.where(used, row * num_cols + indices, rows * num_cols)  # unused entries go past the end
     selected = torch.zeros(rows * num_cols + 1, dtype=torch.bool, device=indices.device)
     selected = selected.scatter(0, place, torch.ones_like(used))
     return selected[:-1].view(rows, num_cols)[block_rows][None]
@@ -88,7 +89,7 @@ def place_rows(plan: PrefillPlan, positions: Tensor) -> None:
 
 
 def check_bsr(where: str, indptr: Tensor, indices: Tensor, num_cols: int, max_blocks: int | None) -> None:
-    """Contents of a BSR matrix; they are copied to the host. ``max_blocks`` None: any number."""
+    """Check the contents of a BSR matrix, which are copied to the host. ``max_blocks`` None: any number of blocks."""
     check_indptr("indptr", indptr, where)
     used = int(indptr[-1])
     if used > indices.shape[0]:
@@ -121,7 +122,7 @@ def check_bsr(where: str, indptr: Tensor, indices: Tensor, num_cols: int, max_bl
 
 
 def _check_repeats(where: str, indptr: Tensor, indices: Tensor, num_cols: int) -> None:
-    """A block column is at most once in a block row; ``indptr`` and ``indices``, int64 on the host, are in range."""
+    """Raise if a block row has a block column twice. ``indptr`` and ``indices``, int64 on the host, are in range."""
     rows = torch.arange(indptr.shape[0] - 1, device="cpu").repeat_interleave(indptr.diff())
     blocks = (rows * num_cols + indices).sort().values
     repeats = blocks[1:][blocks.diff() == 0]
@@ -137,7 +138,7 @@ def _check_repeats(where: str, indptr: Tensor, indices: Tensor, num_cols: int) -
 
 
 def check_sizes(where: str, name: str, sizes: Tensor, total: int | None, multiple: int = 1) -> int:
-    """The sum of ``sizes [maps, blocks]``, the same for every map; they are copied to the host."""
+    """The sum of ``sizes [maps, blocks]``, which must be the same for every map. Sizes are copied to the host."""
     host = sizes.cpu().long()
     sums = host.sum(1)
     wanted = int(sums[0]) if total is None else total

@@ -1,8 +1,8 @@
 """Context parallelism: which tokens of a request each rank of a group holds.
 
-The tokens of every request are dealt to the ranks in turn, ``interleave`` at a time: the token at position ``t`` is on
-rank ``t // interleave % world``. A page lies on one rank, so ``interleave`` is a multiple of the page size. All ranks
-have the same page table; the number of a page is that of its owner's cache.
+The tokens of every request are assigned to the ranks in turn, ``interleave`` at a time: the token at position ``t`` is
+on rank ``t // interleave % world``. A page is on one rank, so ``interleave`` is a multiple of the page size. All ranks
+have the same page table; a page number is an index of the cache of the rank that has the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def context_group(where: str, group: ProcessGroup | None) -> ProcessGroup:
-    """``group``, by default that of all processes. Raises a RankError if there is none with this process."""
+    """``group``, by default the group of all processes. Raises a RankError if this process is not in a group."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -48,13 +48,13 @@ class ContextShard:
     """The part of every request's tokens that this rank holds.
 
     Args:
-        rank: of this process in the group, 0 to ``world - 1``.
-        world: ranks of the group.
+        rank: rank of this process in the group, 0 to ``world - 1``.
+        world: number of ranks of the group.
         interleave: tokens that a rank holds in a row, a multiple of the page size.
-        group: if it is given, ``plan(validate=True)`` also compares the batch with those of the other ranks, which
-            must validate too. Whatever error a rank finds, all of them raise. After a rank did not answer in time, the
-            next plan starts afresh.
-        timeout_s: seconds to wait for their answer.
+        group: if it is given, ``plan(validate=True)`` also compares the batch with the batches of the other ranks,
+            which must validate too. If one rank finds an error, all ranks raise. After a rank did not answer in time,
+            the next plan starts afresh.
+        timeout_s: seconds to wait for the answers of the other ranks.
 
     Raises:
         OptionError: one of the numbers is out of range, or ``timeout_s`` is not positive.
@@ -123,17 +123,17 @@ class ContextShard:
         return (tokens // self.interleave * self.world + self.rank) * self.interleave + tokens % self.interleave
 
     def owned_tokens(self, lengths: Tensor) -> Tensor:
-        """How many tokens of requests of these ``lengths`` this rank holds."""
+        """The number of tokens that this rank holds of requests with ``lengths`` tokens."""
         turn = self.interleave * self.world
         rest = lengths % turn - self.rank * self.interleave
         return lengths // turn * self.interleave + rest.clamp(0, self.interleave)
 
     def owned(self, batch_indices: Tensor, positions: Tensor) -> Tensor:
-        """``batch_indices`` of appended tokens with -1 for those of other ranks, which ``append_kv`` then skips.
+        """``batch_indices`` of appended tokens, with -1 for tokens of other ranks, which ``append_kv`` skips.
 
         Args:
             batch_indices: int ``[nnz]``, the request of each new token, -1 for none.
-            positions: int ``[nnz]``, its position in the whole request.
+            positions: int ``[nnz]``, the position of each new token in the whole request.
 
         ``append_kv`` takes the result, the same positions and the page table of all ranks.
         """

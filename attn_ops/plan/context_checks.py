@@ -1,6 +1,6 @@
-"""Whether the ranks that share the keys of a batch plan the same batch, with planners of the same sizes.
+"""The check that the ranks that share the keys of a batch plan the same batch, with planners of the same sizes.
 
-Every rank takes part.
+It is collective: every rank of the group makes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 SAME_PAGE_TABLE = "pass the same page table to the planners of all ranks"
 
 OF_A_RANK = ("rank", "world", "interleave", "tile_rows")
-"""Fields of a problem that are compared by themselves, or may differ between ranks."""
+"""Fields of a problem that are compared separately, or may differ between ranks."""
 
 _answers: WeakKeyDictionary[ProcessGroup, RankAnswers] = WeakKeyDictionary()
 """The answers of the ranks of each group, which its planners share."""
@@ -38,8 +38,8 @@ def check_same_batch(
     """Run ``check`` and raise its error, or on every rank a RankError if the ranks of ``group`` do not agree.
 
     Args:
-        plan: of this rank, whose sizes the ranks compare.
-        lengths: the indptrs of the batch, ``kv_indptr`` the last of them, and ``kv_last_page_len``.
+        plan: the plan of this rank. The ranks compare its sizes.
+        lengths: the indptrs of the batch, of which ``kv_indptr`` is the last, then ``kv_last_page_len``.
     """
     context_group("plan", group)
     error: Exception | None = None
@@ -61,7 +61,7 @@ def check_same_batch(
 
 
 def _sizes(plan: Sequence[Tensor]) -> dict[str, int]:
-    """What the plans of all ranks have in common, by name: the capacities, and the problem but for the shard."""
+    """The sizes, by name, that the plans of all ranks have in common: capacities, and the problem without the shard."""
     assert isinstance(plan, DecodePlan | PrefillPlan)
     problem = PlanProblem.of(plan.problem)._asdict()
     capacities = {"max_batch": plan.kv_len.shape[0], "max_pages": plan.kv_indices.shape[0]}

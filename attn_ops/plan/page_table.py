@@ -24,14 +24,14 @@ def seen(t: Tensor) -> bool:
 
 
 class BatchSize(NamedTuple):
-    """What a batch needs of a plan, or what a plan has capacity for.
+    """The sizes of a batch that a plan needs capacity for, or the capacity of a plan.
 
     batch   requests
     rows    query rows of all requests
     pages   pages of all requests, 0 for ragged KV
-    kv_len  KV tokens of the longest request; None if it was not read, and is bounded by the pages alone
-    splits  splits of fixed size that prefill tiles make
-    keys    KV tokens of all requests for ragged KV; needs no capacity
+    kv_len  KV tokens of the longest request; None if lengths were not read, and the pages alone bound it
+    splits  splits of a fixed size, over all query tiles of a prefill
+    keys    KV tokens of all requests for ragged KV, which need no capacity
     """
 
     batch: int
@@ -68,10 +68,10 @@ class PageTable(NamedTuple):
         """A page table of tensors of any integer dtype.
 
         Raises:
-            ArgumentError: one of them is not a tensor.
+            ArgumentError: an argument is not a tensor.
             ShapeError: a rank is not 1, or the lengths do not agree.
-            DTypeError: a dtype is no integer dtype.
-            PageTableError: a number, on the host, does not fit int32.
+            DTypeError: a dtype is not an integer dtype.
+            PageTableError: a number on the host does not fit int32.
         """
         optional = {"kv_indices": kv_indices, "kv_last_page_len": kv_last_page_len, "qo_indptr": qo_indptr}
         tables = cls(
@@ -142,7 +142,7 @@ class PageTable(NamedTuple):
 
 
 def kv_lengths(pages: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
-    """KV tokens of requests with so many ``pages``. Lengths out of range are clamped, as planning does."""
+    """KV tokens of requests with these numbers of ``pages``. Lengths out of range are clamped, as in planning."""
     return torch.where(pages > 0, (pages - 1) * page_size + last_page_len.clamp(1, page_size), 0)
 
 
@@ -160,7 +160,7 @@ def index(where: str, name: str, t: Tensor) -> Tensor:
 
 
 def as_int32(where: str, name: str, t: Tensor) -> Tensor:
-    """``t`` of any integer dtype as int32. Raises PageTableError for numbers, on the host, that do not fit."""
+    """``t`` of any integer dtype as int32. Raises PageTableError for numbers on the host that do not fit."""
     if t.dtype not in INTEGERS:
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")
     small = t.to(torch.int32)
@@ -175,7 +175,7 @@ def cumulative(where: str, name: str, t: Tensor, batch: int, rows_name: str, row
 
 
 def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: int) -> Tensor:
-    """Cumulative lengths ``t`` as int32 ``[batch + 1]``, which index so many ``rows`` of the tensor ``rows_name``.
+    """Cumulative lengths ``t`` as int32 ``[batch + 1]``, which index the ``rows`` rows of the tensor ``rows_name``.
 
     Contents on the host are checked: no length is negative, and the last offset is at most ``rows``.
     """
@@ -214,8 +214,8 @@ def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> PageTable:
     """The page table of requests whose lengths are given in tokens, ``kv_len [batch]``.
 
-    ``kv_indptr`` may have more than ``batch + 1`` entries; the rest is not read. A request may own more pages than its
-    tokens need. The page numbers in use are moved together, so that the last page of each request is its last token's.
+    ``kv_indptr`` may have more than ``batch + 1`` entries, of which the first are read. A request may have more pages
+    than its tokens need. The page numbers in use are packed, so that the last page of a request has its last token.
     """
     indptr, indices, lengths = (
         index(where, name, t)

@@ -1,6 +1,6 @@
-"""Checks of a page table: dtypes and shapes, and of plans from host data or with ``validate=True`` also the contents.
+"""Checks of page tables: dtypes and shapes in every call, contents if they are on the host or with ``validate=True``.
 
-Those of contents copy them to the host. Each raises before anything is written.
+Checks of contents copy them to the host. Every check raises before anything is written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def check_table(indptrs: dict[str, Tensor], kv_indices: Tensor, last: Tensor) -> None:
-    """Dtypes and shapes, in the same words for a traced call as for an eager one.
+    """Check dtypes and shapes, with the same messages for traced and eager calls.
 
-    ``last [batch]`` is ``kv_last_page_len``. ``indptrs`` has ``kv_indptr``, and of prefill ``qo_indptr``.
+    ``last [batch]`` is ``kv_last_page_len``. ``indptrs`` has ``kv_indptr`` and, for prefill, ``qo_indptr``.
     """
     for name, t in {**indptrs, "kv_indices": kv_indices, "kv_last_page_len": last}.items():
         if t.dtype not in INTEGERS:
@@ -38,7 +38,10 @@ def check_table(indptrs: dict[str, Tensor], kv_indices: Tensor, last: Tensor) ->
 
 
 def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool = False) -> None:
-    """``indptr [batch + 1]`` starts at 0 and never decreases. ``later`` requests of a batch may start above 0."""
+    """Raise unless ``indptr [batch + 1]`` starts at 0, or with ``later`` above 0, and never decreases.
+
+    ``later``: the requests may be the later ones of a larger batch.
+    """
     _check_cumulative(name, indptr, where)
     values = indptr.tolist()
     if values[0] and not (later and values[0] > 0):
@@ -66,7 +69,7 @@ def _check_cumulative(name: str, indptr: Tensor, where: str) -> None:
 
 
 def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") -> None:
-    """A valid ``kv_indptr`` ends within ``kv_indices``."""
+    """Raise if ``kv_indptr``, which is valid, ends beyond ``kv_indices``."""
     used = int(kv_indptr[-1])
     if used > kv_indices.shape[0]:
         fail(
@@ -79,7 +82,7 @@ def check_entries(kv_indptr: Tensor, kv_indices: Tensor, where: str = "plan") ->
 
 
 def check_last_page_len(b: int, pages: int, tokens: int, page_size: int, where: str = "plan") -> None:
-    """The last one of the ``pages`` of request ``b``, if there is one, has 1 to ``page_size`` tokens."""
+    """Raise unless the last of the ``pages`` of request ``b``, if it has any, has 1 to ``page_size`` tokens."""
     if pages > 0 and not 1 <= tokens <= page_size:
         fail(
             PageTableError,
@@ -98,10 +101,10 @@ def check_pages(
     max_pages: int,
     cache_pages: int | None,
 ) -> None:
-    """Last page lengths, request lengths and page numbers of a batch whose ``kv_indptr`` is valid.
+    """Check last page lengths, request lengths and page numbers of a batch whose ``kv_indptr`` is valid.
 
-    ``last [batch]`` is ``kv_last_page_len``. ``max_pages`` 0 means ragged KV, which has no page numbers. Page numbers
-    are checked against ``cache_pages``; if it is None, only negative ones are found.
+    ``last [batch]`` is ``kv_last_page_len``. ``max_pages`` 0 means ragged KV, which has no page numbers.
+    ``cache_pages`` is as for :func:`check_indices`.
     """
     indptr = kv_indptr.tolist()
     pages = [end - begin for begin, end in pairwise(indptr)]
@@ -134,7 +137,7 @@ def check_pages(
 
 
 def check_indices(kv_indices: Tensor, cache_pages: int | None, where: str = "plan") -> None:
-    """Page numbers in use are pages of the cache; if its size is not known, they are not negative."""
+    """Raise unless the page numbers are 0 to ``cache_pages - 1``; None, a cache of unknown size: 0 or more."""
     listed = kv_indices.cpu().long()
     bound = INT32_MAX if cache_pages is None else cache_pages
     least, most = listed.aminmax() if listed.numel() else (0, 0)

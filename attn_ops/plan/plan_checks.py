@@ -28,10 +28,10 @@ MAX_SIZE = 1 << 30
 """Largest capacity, size and option of a plan: the sum of any two fits int32."""
 
 MAX_KV_TOKENS = (1 << 31) - (1 << 20)
-"""Tokens of ragged KV, or in all pages of a plan and one split: kernels add tiles to positions in int32."""
+"""Most tokens of ragged KV, or in all pages of a plan and one split: kernels add tiles to positions in int32."""
 
 MAX_QUERY_ROWS = 1 << 28
-"""Query rows of a call. The position of a row is negative in a request with more rows than keys, and is int32 too."""
+"""Most query rows of a call. In a request with more rows than keys positions of rows are negative, and int32 too."""
 
 MAX_CTAS_PER_HEAD = (1 << 16) - 1
 """Largest ``num_ctas`` of a decode plan. One CTA of the planning kernel holds an entry for each."""
@@ -39,15 +39,15 @@ MAX_CTAS_PER_HEAD = (1 << 16) - 1
 MAX_WORK_ITEMS = INT32_MAX // len(WORK_FIELDS)
 
 NUM_SIZES = PlanProblem._fields.index("tile_rows") + 1
-"""Fields of a problem, its first ones, that are at least 1 in every plan."""
+"""The first fields of a problem, so many, are at least 1 in every plan."""
 
 AS_MADE = "pass the plan as the planner made it"
 
 
 def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
-    """Every field of ``plan`` has the shape that goes with its problem and with its other fields.
+    """Raise unless the shape of every field of ``plan`` agrees with its problem and its other fields.
 
-    Kernels read a field at offsets below the size of another, so they would read and write outside of a plan that
+    Kernels read a field at offsets below the size of another field, so they would read and write outside of a plan that
     fails here. The fields' ranks and dtypes have been checked. Symbolic sizes get guards that every plan satisfies.
 
     Raises:
@@ -69,7 +69,7 @@ def check_plan(where: str, plan: DecodePlan | PrefillPlan) -> None:
 
 
 def check_groups(where: str, num_qo_heads: int, num_kv_heads: int, fix: str = "repeat or regroup the heads") -> None:
-    """Each KV head has as many query heads as the others."""
+    """Raise unless the number of query heads is a multiple of the number of KV heads, and both are at least 1."""
     if min(num_qo_heads, num_kv_heads) < 1 or num_qo_heads % num_kv_heads:
         fail(
             ShapeError,
@@ -81,7 +81,7 @@ def check_groups(where: str, num_qo_heads: int, num_kv_heads: int, fix: str = "r
 
 
 def check_head_shards(where: str, heads: Mapping[str, int], ranks: int) -> None:
-    """Each of these head counts, by name, divides evenly over ``ranks`` ranks.
+    """Raise unless ``ranks`` ranks divide each of these head counts, by name, evenly.
 
     Raises:
         ShapeError: names the count.
@@ -98,7 +98,7 @@ def check_head_shards(where: str, heads: Mapping[str, int], ranks: int) -> None:
 
 
 def check_kv_tokens(where: str, max_pages: int, problem: PlanProblem) -> None:
-    """Positions of tokens in ``max_pages`` pages fit int32, also those a split further."""
+    """Raise unless positions of tokens in ``max_pages`` pages, and positions a split further, fit int32."""
     if max_pages * problem.page_size + problem.split > MAX_KV_TOKENS:
         fail(
             CapacityError,
@@ -110,7 +110,7 @@ def check_kv_tokens(where: str, max_pages: int, problem: PlanProblem) -> None:
 
 
 def check_products(where: str, problem: PlanProblem, max_pages: int, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Products of sizes that kernels compute in int32 fit it, for a plan with fields of ``shapes``.
+    """Raise unless products of sizes that kernels compute in int32 fit, for a plan with fields of ``shapes``.
 
     Raises:
         OptionError: a query tile is too large.
@@ -135,7 +135,7 @@ def check_products(where: str, problem: PlanProblem, max_pages: int, shapes: dic
 
 
 class _Capacities(NamedTuple):
-    """The capacities of a plan that its problem does not hold, each read from the size of one field.
+    """The capacities of a plan that are not in its problem, each read from the size of one field.
 
     max_batch       from ``kv_len``
     max_pages       from ``kv_indices``
@@ -165,7 +165,7 @@ class _Capacities(NamedTuple):
 def _capacities(plan: DecodePlan | PrefillPlan, max_batch: int | None = None) -> _Capacities:
     """The capacities of ``plan``, with ``max_batch`` if it is given.
 
-    Where a field is too short, the least that a plan can have.
+    A field that is too short gives the smallest capacity that a plan can have.
     """
     if max_batch is None:
         max_batch = plan.kv_len.shape[0]
@@ -190,7 +190,7 @@ def _agree(actual: Sequence[int], expected: Sequence[int]) -> bool:
 
 
 def _fail_plan(where: str, plan: DecodePlan | PrefillPlan, problem: PlanProblem) -> NoReturn:
-    """Raise for the first field that disagrees with most of the others."""
+    """Raise for the first field that disagrees with most other fields."""
     indptr = plan.merge_indptr if isinstance(plan, DecodePlan) else plan.qo_indptr
     max_batch = max(1, _median(plan.kv_len.shape[0], plan.kv_indptr.shape[0] - 1, indptr.shape[0] - 1))
     capacities = _capacities(plan, max_batch)
@@ -206,5 +206,5 @@ def _fail_plan(where: str, plan: DecodePlan | PrefillPlan, problem: PlanProblem)
 
 
 def _median(a: int, b: int, c: int) -> int:
-    """The value of two of the three if two are equal."""
+    """The median of three numbers: if two are equal, that number."""
     return sorted((a, b, c))[1]

@@ -1,4 +1,4 @@
-"""What the planners share: checks of their arguments, the plan and the workspace that they own, checks of a batch."""
+"""The base of both planners: checks of their arguments, the plan and the workspace that they own, checks of a batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def planner_problem(
     context: ContextShard | None,
     **sizes: int,
 ) -> PlanProblem:
-    """The problem of a planner's arguments, once they are checked."""
+    """Check the arguments of a planner. Returns the problem."""
     in_range("fixed_split_size", fixed_split_size)
     for name, value in sizes.items():
         in_range(name, value)
@@ -79,16 +79,16 @@ def planner_problem(
 
 
 def rank_problem(problem: PlanProblem, head_shards: int) -> PlanProblem:
-    """The problem of one of ``head_shards`` ranks, once that number is checked."""
+    """Check ``head_shards``. Returns the problem of one of so many ranks."""
     in_range("head_shards", head_shards)
     check_head_shards("planner", problem.sharded_heads(), head_shards)
     return problem.shard(head_shards)
 
 
 def default_max_kv_len(max_pages: int, page_size: int) -> int:
-    """The power of two from the tokens in ``max_pages`` pages on.
+    """The tokens in ``max_pages`` pages, rounded up to a power of two.
 
-    It is part of a plan's shape, so plans of about the same number of pages share a compiled graph.
+    ``max_kv_len`` is part of a plan's shape: by the rounding, plans of similar capacity share a compiled graph.
     """
     return min(MAX_SIZE, power_of_two_from(max(max_pages, 1) * page_size))
 
@@ -96,7 +96,7 @@ def default_max_kv_len(max_pages: int, page_size: int) -> int:
 def check_storage(
     storage: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]], device: torch.device
 ) -> dict[str, Tensor]:
-    """``storage`` without the workspace. Each field has the shape that the plan needs."""
+    """Check ``storage`` against the ``shapes`` of the plan's fields. Returns it without the workspace."""
     for name, t in storage.items():
         where, dtype = f"planner: storage[{name!r}]", torch.float32 if name == WORKSPACE else torch.int32
         if name not in shapes and name != WORKSPACE:
@@ -122,7 +122,7 @@ def check_storage(
 
 
 def _check_apart(storage: Mapping[str, Tensor]) -> None:
-    """Contiguous tensors share no memory, since each is written on its own."""
+    """Raise if tensors of ``storage``, which are contiguous, share memory."""
     held = [(t.data_ptr(), t.numel() * t.itemsize, name) for name, t in storage.items() if real(t) and not t.is_meta]
     end, before = 0, ""
     for begin, size, name in sorted(item for item in held if item[1]):
@@ -133,11 +133,11 @@ def _check_apart(storage: Mapping[str, Tensor]) -> None:
 
 
 def _is_shifted(t: Tensor, field: Tensor) -> bool:
-    """Whether ``t``, a vector, overlaps a field of a plan and has elements at other places than it."""
+    """Whether the vector ``t`` overlaps ``field``, with elements at other addresses than those of the field."""
     if type(t) is not Tensor:
         return False
     offset = t.data_ptr() - field.data_ptr()
-    if offset >= field.nbytes or t.dim() != 1:  # most tensors need no more
+    if offset >= field.nbytes or t.dim() != 1:  # true of most tensors
         return False
     stride = t.stride(0)
     if offset == 0 and stride == 1 and t.dtype == field.dtype:
@@ -146,7 +146,7 @@ def _is_shifted(t: Tensor, field: Tensor) -> bool:
 
 
 def validates(validate: bool | None, *tensors: Tensor) -> bool:
-    """Whether to check the contents of these tensors: on request, or if all are on the host. Traced ones have none."""
+    """Whether to check the contents of these tensors: on request, or by default if all are on the host."""
     if validate and not all(map(real, tensors)):
         fail(
             OptionError,
@@ -177,7 +177,7 @@ class PlannerBase:
         return other
 
     def _own(self, plan: DecodePlan | PrefillPlan, workspace: Tensor | None, of_rank: PlanProblem) -> None:
-        """Hold the plan and ``workspace``, or a new one, which is for the heads of ``of_rank``."""
+        """Set the plan and the workspace: ``workspace``, or a new one. It is for the heads of ``of_rank``."""
         needed = workspace_size(plan) // self.problem.num_qo_heads * of_rank.num_qo_heads
         if needed > MAX_WORKSPACE:
             fail(
@@ -201,7 +201,7 @@ class PlannerBase:
         self._prepared = new_caches(self.device) if self.context is None else None
         mark_static(*plan, workspace)
         if isinstance(plan, PrefillPlan):
-            # Dynamo gives equal sizes one symbol: a batch as large as the queue would become a constant, as it is.
+            # Dynamo gives equal sizes one symbol: a dynamic batch of as many requests would become constant with it.
             mark_static_size(plan.queue)
 
     def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
@@ -213,12 +213,12 @@ class PlannerBase:
     def _apart(self, kv_indices: Tensor) -> Tensor:
         """``kv_indices``, or a copy of them if planning would write to them while it reads them.
 
-        A traced call needs none: its graph copies what it writes.
+        A traced call needs no copy: its graph functionalizes the write.
         """
         return kv_indices.clone() if not is_traced() and _is_shifted(kv_indices, self.state.kv_indices) else kv_indices
 
     def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
-        """The call that writes the plan. Contents that are read are read again in every call."""
+        """The call that writes the plan. With ``validate`` it is not prepared: every call checks contents."""
         *indptrs, indices, last = table
         if indices.shape[0] > self.max_pages and validates(validate, *table):
             indices = indices[: int(indptrs[-1][-1])]  # later entries need no capacity
@@ -240,8 +240,8 @@ class PlannerBase:
     ) -> None:
         """Check the dtypes and shapes of a page table, and its contents if ``validate`` or if None and all on the host.
 
-        ``before`` and ``after`` check what else a planner does, before the contents and after them. With a group all of
-        it runs before the ranks compare.
+        ``before`` and ``after`` are checks of a planner that run before and after the contents of the page table are
+        checked. With a group the ranks compare their batches after all checks.
         """
         contents = validates(validate, *indptrs.values(), indices, last)
 
@@ -263,7 +263,7 @@ class PlannerBase:
             check()
 
     def _check_contents(self, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
-        """Check the page table; with a context that of all ranks, and the page numbers of this one."""
+        """Check the page table; with a context, the page table of all ranks and the page numbers of this rank."""
         for name, indptr in indptrs.items():
             check_indptr(name, indptr)
         kv_indptr = indptrs["kv_indptr"]

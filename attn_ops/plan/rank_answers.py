@@ -1,7 +1,7 @@
-"""The ranks of a group answer a question each, and all of them get all answers, or all of them raise.
+"""Exchange of answers between the ranks of a group: either all ranks get all answers, or all ranks raise.
 
-The answers go through the store of the process group: no collective that a rank could leave unmatched. So the next
-question finds the ranks in step again after one did not answer in time.
+The answers go through the store of the process group. A collective would be left unmatched by a rank that fails, but
+the store works again at the next question, after a rank did not answer in time.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def fingerprint(tensors: Sequence[Tensor]) -> str:
 
 
 class RankAnswers:
-    """The questions of a group, which all ranks are asked in the same order.
+    """The questions of a group, which all ranks answer in the same order.
 
     A question has one outcome, which the first rank to see all answers or to run out of time decides. A rank that
-    answers later reads it, and raises with the others. Each of these has a connection to the store of its own, since
-    one that waits is not free for other threads.
+    answers later reads the outcome, and raises with the other ranks. Every object has its own connection to the store,
+    since a connection that waits blocks other threads.
 
     Args:
-        name: the same on every rank. All ranks make the same number of these of one name and the same ``ranks``.
-        ranks: of the group, in the world.
+        name: the same on every rank. All ranks make equally many objects with the same ``name`` and ``ranks``.
+        ranks: global ranks of the group.
 
     Raises:
         RankError: the store is out of reach.
@@ -62,10 +62,10 @@ class RankAnswers:
         self._store = dist.PrefixStore(f"{prefix}/{made}", store)
 
     def exchange(self, where: str, error: Exception | None, answer: Any, timeout: float) -> list[Any]:
-        """The answers of all ranks, each of which JSON can represent, in the order of ``ranks``.
+        """The answers of all ranks in the order of ``ranks``. JSON can represent them.
 
-        ``error`` is what a rank raises in the place of an answer: it raises that, and the others a RankError that
-        quotes it. The ranks wait ``timeout`` seconds for each other.
+        A rank with an ``error`` has no answer: it raises the error, and all other ranks raise a RankError that quotes
+        it. The ranks wait ``timeout`` seconds for each other.
 
         Raises:
             RankError: another rank has an error, or a rank did not answer in time, on all ranks.
@@ -83,7 +83,7 @@ class RankAnswers:
                 outcome = f"rank {late[0] if late else self._rank} did not answer"
             outcome = self._store.compare_set(f"{question}/outcome", "", outcome).decode()
             answers = [json.loads(text) for text in self._store.multi_get(keys)] if outcome == COMPLETE else []
-            if answers and question:  # no rank is at the last question any more
+            if answers and question:  # every rank has left the previous question
                 self._clear(question - 1)
         except (RuntimeError, dist.DistError) as raised:
             if error is not None:
@@ -99,7 +99,7 @@ class RankAnswers:
         return [values for _, values in answers]
 
     def _clear(self, question: int) -> None:
-        """Delete the keys of a question that every rank has the outcome of."""
+        """Delete the keys of a question whose outcome every rank has read."""
         self._store.delete_key(f"{question}/{self._rank}")
         if self._rank == self.ranks[0]:
             self._store.delete_key(f"{question}/outcome")

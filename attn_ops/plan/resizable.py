@@ -21,25 +21,25 @@ from attn_ops.plan.sizing import (
 from attn_ops.planner import DecodePlanner, PrefillPlanner
 
 MIN_CAPACITY = BatchSize(batch=4, rows=64, pages=64, kv_len=256)
-"""Capacity of the smallest plan. It is modest, since the ``reference`` backend computes on all of it."""
+"""Capacity of the smallest plan. It is small, since the ``reference`` backend computes on all of it."""
 
 
 def least_capacity(spec: PlanSpec) -> BatchSize:
-    """Capacity of the smallest plan. For MLA it is a row of each request, since their number decides on clusters."""
+    """Capacity of the smallest plan. For MLA it has one query row per request: their number decides on clusters."""
     return MIN_CAPACITY._replace(rows=MIN_CAPACITY.batch) if spec.head_dims == MLA_HEAD_DIMS else MIN_CAPACITY
 
 
 class PlanSpec(NamedTuple):
     """What a plan is made for, apart from capacity. Another spec needs another plan.
 
-    decode            one query row per request (:class:`DecodePlanner`), else :class:`PrefillPlanner`
-    paged             paged KV, else ragged KV
-    unsplit           split no request
+    decode            whether requests have one query row (:class:`DecodePlanner`), else :class:`PrefillPlanner`
+    paged             whether the KV is paged, else ragged
+    unsplit           whether no request is split
     fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
     rows              query rows of every request, if all have the same number
-    large_batch       query tiles are those of :func:`is_large_batch`
-    general_decode    the calls are such that no CUDA kernel takes them, as with ALiBi
-    fp8_decode        the cache of decode is FP8
+    large_batch       whether query tiles are for a batch of :func:`is_large_batch`
+    general_decode    whether no CUDA decode kernel takes the calls, as with ALiBi
+    fp8_decode        whether the cache of decode is FP8
     """
 
     decode: bool
@@ -69,7 +69,7 @@ class PlanSpec(NamedTuple):
         return not self.unsplit and self.fixed_split_size is None
 
     def tile_rows(self, device: torch.device, rows: int) -> int:
-        """Query rows of a query tile for requests of about ``rows``, which decide with ``depends_on_batch`` alone."""
+        """Query rows of a query tile for requests of about ``rows``, which count with ``depends_on_batch`` alone."""
         of = device, self.num_qo_heads, self.num_kv_heads, self.head_dims
         if self.depends_on_batch:
             return default_tile_rows(*of, rows, large_batch=self.large_batch)
@@ -113,7 +113,7 @@ class ResizablePlan:
     previous: SizedPlanner | None = None
 
     def fit(self, spec: PlanSpec, needed: BatchSize, fixed: BatchSize | None = None) -> SizedPlanner:
-        """A planner that is held if it is for ``spec`` and has capacity for ``needed``, else a new planner.
+        """A held planner that is for ``spec`` and has capacity for ``needed``, else a new planner.
 
         ``fixed`` is the exact capacity of the plan, in CUDA-graph mode.
         """
@@ -191,5 +191,5 @@ def _plan_arguments(sized: SizedPlanner, table: PageTable) -> tuple[Any, ...]:
 
 
 def _resized(have: int, needed: int) -> int:
-    """``have`` if that is enough, else the power of two from ``needed`` on."""
+    """``have`` if it is enough, else ``needed`` rounded up to a power of two."""
     return have if needed <= have else power_of_two_from(needed)

@@ -37,10 +37,10 @@ PACKED_ROWS = (MIN_PACKED_ROWS, 128, MAX_PACKED_ROWS)
 """Packed rows of query tiles by default: the fewest that hold a request, or the most."""
 
 MLA_PACKED_ROWS = (16, 32, *PACKED_ROWS)
-"""The same for heads above :data:`LARGE_HEAD_DIM`. Units of ``mla_swap_ab.cu`` have 16 or 32."""
+"""Packed rows of query tiles for heads above :data:`LARGE_HEAD_DIM`. Units of ``mla_swap_ab.cu`` have 16 or 32."""
 
 THREE_CONSUMERS_PACKED_ROWS = (MIN_PACKED_ROWS, 192, 384)
-"""The same for heads of :data:`THREE_CONSUMERS_HEAD_DIM` on Hopper."""
+"""Packed rows of query tiles for heads of :data:`THREE_CONSUMERS_HEAD_DIM` on Hopper."""
 
 LARGE_BATCH_PACKED_ROWS = 768
 """Packed rows of a query tile of large batches: whole units of three and of two consumers, and whole Triton tiles."""
@@ -61,7 +61,7 @@ LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
 
 MIN_CLUSTER_SMS_PERCENT = 85
-"""Clusters divide KV if they use so many of the SMs that single CTAs would use. They save partial results."""
+"""Clusters divide KV, which saves partial results, if they use this percentage of the SMs that single CTAs would."""
 
 SMALL_HEAD_DIM = 128
 """Head dim of values up to which a prefill plan has capacity for two splits of each query tile of a wave."""
@@ -127,13 +127,13 @@ def is_large_batch(
     """Whether plans for ``batch`` requests and ``rows`` query rows in all are for units of three consumers.
 
     ``head_dims`` are those of keys and values. The partial results of the splits must not take more workspace than
-    those of other plans. A graph for any size has the tiles of other batches.
+    those of plans for other batches. False if symbolic sizes do not decide.
     """
     # By !=: the dims of a program may be symbols, which have no hash.
     if num_kv_heads == 0 or all(head_dims != dims for dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS):
         return False
     sms = hopper_sms(device)
-    if num_kv_heads * (LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS) > sms:  # also on other devices
+    if num_kv_heads * (LARGE_BATCH_PACKED_ROWS // THREE_CONSUMERS_CTA_PACKED_ROWS) > sms:  # sms is 0 on other devices
         return False
     units = rows * num_qo_heads // THREE_CONSUMERS_CTA_PACKED_ROWS
     request_rows = rows * num_qo_heads // num_kv_heads // at_least(batch, 1)
@@ -143,7 +143,7 @@ def is_large_batch(
 
 
 def unsplit_packed_rows(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:
-    """The same from :data:`MIN_PACKED_ROWS` on, for plans without splits, and of blocks of rows."""
+    """:func:`packed_rows_of_tiles` from :data:`MIN_PACKED_ROWS` on, for plans without splits and for block rows."""
     return tuple(size for size in packed_rows_of_tiles(head_dim_qk, head_dim_vo, device) if size >= MIN_PACKED_ROWS)
 
 
@@ -170,7 +170,8 @@ def packed_rows_of_tile(problem: PlanProblem) -> int:
 def cta_packed_rows(problem: PlanProblem) -> int:
     """Packed rows that a CTA of a prefill kernel holds.
 
-    Heads of 64 have those of the CUDA kernel on every device: tiles of :data:`PACKED_ROWS` take as many CTAs with 128.
+    Heads of 64 have the number of the CUDA kernel on every device: with 128 packed rows in a CTA, tiles of
+    :data:`PACKED_ROWS` would take as many CTAs.
     """
     if has_large_head_dim(problem):
         return MIN_PACKED_ROWS
@@ -192,12 +193,10 @@ def cluster_splits(
 ) -> int:
     """CTAs of a cluster that divide the KV tiles of the same packed rows, if there are ``tiles`` query tiles.
 
-    ``holds`` decides on symbolic sizes.
-
-    Two for CUDA MLA if all clusters run at the same time, and if its CTAs do not share KV tiles: of clusters of four,
-    an H100 runs 30 at a time, on 120 of its 132 SMs. The sum of two has other bits, so a fixed split size has one. So
-    has a number of tiles that leaves SMs idle in clusters, as 40 clusters in place of 120 CTAs; a graph for any number
-    of tiles does not know this.
+    It is 2 for CUDA MLA if all clusters run at the same time, and CTAs do not share KV tiles already: an H100 runs 30
+    clusters of four CTAs at a time, on 120 of its 132 SMs. It is 1 with a fixed split size, since a sum of two partial
+    results has other bits; and if clusters leave SMs idle, as 40 clusters in place of 120 CTAs, unless the number of
+    tiles is symbolic. ``holds`` decides a condition on symbolic sizes.
     """
     is_cuda_mla = problem.head_dims == MLA_HEAD_DIMS and problem.num_kv_heads == 1
     if not is_cuda_mla or problem.split or problem.window or mla_cluster(packed_rows_of_tile(problem)) > 1:
@@ -222,7 +221,7 @@ def most_tiles(problem: PlanProblem, max_batch: int, max_tokens: int) -> int:
 def cluster_splits_of(sms: int, plan: PrefillPlan) -> int:
     """:func:`cluster_splits` for the capacities of a plan, and for the query tiles that it computes at a time.
 
-    It is that of the planner if ``max_splits`` is the default, and 1 for a plan that splits nothing.
+    It is what the planner has used if ``max_splits`` is the default, and 1 for a plan that splits nothing.
     """
     problem, max_batch, max_splits = PlanProblem.of(plan.problem), plan.kv_len.shape[0], num_partials(plan)
     if statically_known_true(max_splits == 0):
@@ -247,7 +246,7 @@ def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | Non
     if device.type != "cuda":
         return 0
     gpu = properties(device)
-    hopper = gpu.major == HOPPER  # whose prefill kernel has one CTA per SM, also for few packed rows
+    hopper = gpu.major == HOPPER  # its prefill kernel has one CTA per SM, also for few packed rows
     small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and not hopper
     resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
     if tiles is not None and hopper:
@@ -278,7 +277,7 @@ def ctas_per_head(device: torch.device, problem: PlanProblem, fp8: bool) -> int:
 
 
 def general_ctas_per_head(device: torch.device, num_kv_heads: int) -> int:
-    """The same for the general kernel, which has :data:`CTAS_PER_SM`."""
+    """Default ``num_ctas`` of a decode plan for the general kernel, which has :data:`CTAS_PER_SM` CTAs per SM."""
     return _ctas_per_head(device, num_kv_heads, CTAS_PER_SM)
 
 
@@ -316,7 +315,7 @@ class QueryTiles(NamedTuple):
 
 
 def tokens_before(problem: PlanProblem, positions: Tensor) -> Tensor:
-    """How many of the tokens that a plan is for are before each of ``positions`` in the request; 0 before the first."""
+    """The number of KV tokens of the plan, which one rank may hold, before each of ``positions`` in the request."""
     shard, positions = ContextShard.of_problem(problem), positions.clamp(min=0)
     return positions if shard is None else shard.owned_tokens(positions)
 
@@ -326,7 +325,7 @@ def query_tiles(
 ) -> QueryTiles:
     """The first ``capacity`` tiles of requests with ``qo_len`` rows and ``kv_len`` KV tokens, int64 ``[batch]``.
 
-    ``seq_lens`` are the tokens of the requests on all ranks, if the KV tokens are those of one.
+    ``seq_lens`` are the tokens of the requests on all ranks, if the KV tokens are those of one rank.
     """
     ends = ((qo_len + problem.tile_rows - 1) // problem.tile_rows).cumsum(0)
     tile = torch.arange(capacity, device=kv_len.device)
@@ -342,7 +341,7 @@ def query_tiles(
 
 
 def fixed_split_counts(problem: PlanProblem, kv_blocks: Tensor) -> Tensor:
-    """Splits of ``problem.split`` tokens that ``kv_blocks`` KV blocks make, at least 1; elementwise."""
+    """The number of splits of ``problem.split`` tokens for ``kv_blocks`` KV blocks, at least 1; elementwise."""
     split_blocks = problem.split // KV_BLOCK
     return ((kv_blocks + split_blocks - 1) // split_blocks).clamp(min=1)
 

@@ -46,21 +46,22 @@ LENGTH_BUCKETS = 32
 """Prefill: number of length classes by which work items are ordered, longest first."""
 
 MIN_SPLIT_BLOCKS = 2
-"""Prefill: KV blocks in the shortest split that is made for load balance, but for the last blocks of a tile."""
+"""Prefill: KV blocks in the shortest split that is made for load balance, except the last split of a tile."""
 
 BALANCE_WAVES = 16
-"""Prefill: waves of query tiles from which on none is split for load balance, unless a tile exceeds an even share."""
+"""Prefill: with so many waves of query tiles no tile is split for load balance, unless one exceeds the work per CTA."""
 
 SPLIT_CANDIDATES = 32
 """Prefill: numbers of splits of the longest tile that the planner compares: (4 + j % 4) 2^(j // 4) / 4, 1 to 224."""
 
 BLOCK_COST, ITEM_COST, COMBINE_COST = 16, 32, 24
-"""Prefill: times by which the planner compares splits, in 1/16 of that of a KV block in one CTA: a KV block, a work
-item apart from its KV blocks, and a launch of the combine kernel. A slot costs 1 for each CTA that writes it.
+"""Prefill: times by which the planner compares splits, in 1/16 of the time of a KV block in one CTA. They are of a KV
+block, of a work item apart from its KV blocks, and of a launch of the combine kernel. A slot costs 1 for each CTA that
+writes it.
 """
 
 MAX_COST = 1 << 56
-"""Prefill: more than any time by which the planner compares splits."""
+"""Prefill: more than any time that the planner compares."""
 
 MAX_PUBLISHED_REQUESTS = 32768
 """Requests of the largest plan that a kernel writes and publishes: its schedule fits in the shared memory of a CTA.
@@ -70,7 +71,7 @@ Larger plans are written by tensor operations, which publish nothing.
 
 
 def is_published(max_batch: int) -> bool:
-    """Whether a kernel writes plans of this capacity, and publishes them: others may then read them early."""
+    """Whether a kernel writes plans of this capacity and publishes them, so that other kernels may read them early."""
     return bool(max_batch <= MAX_PUBLISHED_REQUESTS)
 
 
@@ -79,24 +80,24 @@ SPLIT_TILE_FIELDS = ("row", "rows", "slot", "slots")
 
 
 class PlanProblem(NamedTuple):
-    """What a plan was made for. ``plan.problem`` has these numbers as its sizes, after a leading 0.
+    """The problem that a plan was made for. ``plan.problem`` has these numbers as its sizes, after a leading 0.
 
     page_size     tokens in a page; 1 for ragged KV
     num_qo_heads  query heads
     num_kv_heads  KV heads
     head_dim_qk   elements of a query and a key
     head_dim_vo   elements of a value and an output
-    max_kv_len    largest number of KV tokens of a request. The ``reference`` backend computes on that many. The only
-                  number here that kernels are not compiled for
+    max_kv_len    largest number of KV tokens of a request. The ``reference`` backend computes on that many. Kernels are
+                  compiled for all other numbers, not for this one
     tile_rows     query rows of a query tile; 1 for decode
     window        keys that a query row sees, its own position included: ``window_left + 1``; 0 for no window
     ahead         keys that a query row sees from its own position on, that included: ``window_right + 1``, 1 for causal
                   attention; 0 for no bound
     split         KV tokens of a split if splits have a fixed size, a multiple of ``KV_BLOCK``; else 0
-    rank          of the process that holds the keys, if each of several ranks holds a part of every request's
-    world         ranks that hold the keys; 1 if this one holds all of them
+    rank          rank of this process, if each of several ranks holds a part of every request's keys
+    world         number of ranks that hold the keys; 1 if this process holds all keys
     interleave    tokens that a rank holds in a row; 0 if ``world`` is 1
-    matrix_keys   keys of the block-sparse matrix that a sparse planner was made for, those of all heads if KV heads are
+    matrix_keys   keys of the block-sparse matrix that a sparse planner was made for, keys of all heads if KV heads are
                   requests; 0 for other plans
     placed        1 if a sparse planner gives rows the positions of a causal matrix; else 0
     """
@@ -135,7 +136,7 @@ class PlanProblem(NamedTuple):
 
     @staticmethod
     def of(problem: Tensor) -> PlanProblem:
-        """The numbers that the shape of ``plan.problem`` carries. In graphs ``max_kv_len`` may be symbolic."""
+        """The problem in the shape of ``plan.problem``. In graphs ``max_kv_len`` may be symbolic."""
         shape, at = problem.shape, 1 + _MAX_KV_LEN
         if not torch.compiler.is_compiling() and type(problem) is Tensor:  # sizes are integers
             return PlanProblem(*shape[1:])
@@ -227,10 +228,7 @@ torch.serialization.add_safe_globals(list(PLANS))
 
 
 def decode_shapes(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each field of a :class:`DecodePlan` but ``problem``, for these capacities.
-
-    Allocation and check both take the shapes from here.
-    """
+    """Shape of each field of a :class:`DecodePlan` except ``problem``, for these capacities."""
     max_splits = _max_whole_splits(problem, max_pages) if problem.split else num_ctas
     return {
         "kv_indptr": (max_batch + 1,),
@@ -249,7 +247,7 @@ def full_tiles(problem: PlanProblem, rows: int) -> int:
 
 
 def prefill_shapes(max_batch: int, num_full_tiles: int, max_pages: int, max_splits: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each field of a :class:`PrefillPlan` but ``problem``, for these capacities.
+    """Shape of each field of a :class:`PrefillPlan` except ``problem``, for these capacities.
 
     ``num_full_tiles`` query tiles hold the query rows of one request; a batch has at most one more tile per request.
     ``max_splits`` is even.
@@ -294,8 +292,8 @@ def allocate_prefill(
 ) -> PrefillPlan:
     """As :func:`allocate_decode`, for ``max_tokens`` query rows. ``max_pages`` is 0 for ragged KV.
 
-    ``max_splits`` is the capacity for splits: work items, and slots, of the tiles that have more than one. An odd
-    number is rounded down, since a tile has at least two.
+    ``max_splits`` is the capacity for splits: work items, and slots, of tiles with more than one split. An odd number
+    is rounded down, since such a tile has at least two splits.
     """
     shapes = prefill_shapes(max_batch, full_tiles(problem, max_tokens), max_pages, max_splits // 2 * 2)
     return PrefillPlan(problem.as_shape_tensor(device), **_allocate(shapes, device, make, storage or {}))
@@ -319,7 +317,7 @@ def _max_whole_splits(problem: PlanProblem, max_pages: int) -> int:
 
 
 def _num_slots(problem: PlanProblem, max_batch: int, max_pages: int, num_ctas: int) -> int:
-    """Slots of a decode plan: two per split point between CTAs, or the splits of all requests that have several."""
+    """Slots of a decode plan: two per split point between CTAs; with a fixed split size one per split."""
     if problem.split:
         whole = _max_whole_splits(problem, max_pages)
         return whole + min(max_batch, whole)

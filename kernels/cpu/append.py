@@ -1,8 +1,7 @@
-"""Appending to a paged KV cache, for eager calls on the CPU: places are read on the host, rows are copied to them.
+"""Appending to a paged KV cache, for eager calls on the CPU: the page table is read on the host, and rows are copied.
 
-Rows at successive places are one copy: those of a request that are in one page, or in a dense cache, whose rows are
-pages. Many rows at other places are one indexed copy. The results are those of the reference, which appends more rows
-than :data:`MAX_ROWS`.
+A run, successive rows at successive places of a page, is one copy. More than :data:`MAX_RUNS` runs are one indexed copy
+of all rows. The results are those of the reference, which appends more rows than :data:`MAX_ROWS`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from attn_ops.kernels.reference.append import as_nhd, bits
 from torch import Tensor
 
 MAX_ROWS = 256
-"""Rows whose places are read one by one."""
+"""Most rows whose places are read one by one."""
 
 MAX_RUNS = 3
-"""Runs of rows that are copied one by one."""
+"""Most runs of rows that are copied one by one."""
 
 MAX_TABLE = 1024
-"""Entries of a page table that are read to find those of a few rows."""
+"""Entries of the largest page table that is read as a whole."""
 
 
 def _places(

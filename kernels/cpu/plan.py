@@ -1,8 +1,8 @@
 """Plans and page tables of small batches, for eager calls on the CPU: loops over numbers instead of ops over tensors.
 
-A plan on the CPU has one CTA and no splits, unless it is made for others: every request of a decode plan, and every
-query tile of a prefill plan, is one work item. Other plans, and batches of more numbers than :data:`MAX_NUMBERS`, are
-for the reference. The results are those of the reference.
+By default a plan on the CPU has one CTA and no splits: every request of a decode plan, and every query tile of a
+prefill plan, is one work item. The reference makes all other plans, and plans of more numbers than
+:data:`MAX_NUMBERS`. The results are those of the reference.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import INT32_MAX, LENGTH_BUCKETS, DecodePlan, PlanProblem, PrefillPlan
 
 MAX_NUMBERS = 1024
-"""Entries of a table, or work items of a plan, that are read and written one by one."""
+"""Most entries of a table, or work items of a plan, that are read and written one by one."""
 
 
 def _int32(numbers: list[int]) -> Tensor:
-    """Larger numbers wrap around, as in the reference."""
+    """An int32 tensor of ``numbers``. Numbers beyond int32 wrap around, as in the reference."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").int()
 
 
 def _fill(t: Tensor, numbers: Sequence[object]) -> None:
-    """Write ``numbers`` to the first rows of ``t``, and 0 to the others."""
+    """Write ``numbers`` to the first rows of ``t``, and 0 to all other rows."""
     if len(numbers) < t.shape[0]:
         t.zero_()
         t = t[: len(numbers)]
@@ -38,7 +38,7 @@ def _fill(t: Tensor, numbers: Sequence[object]) -> None:
 def _copy_page_table(
     plan: DecodePlan | PrefillPlan, kv_indptr: Tensor, kv_indices: Tensor, last: Tensor, page_size: int, most_pages: int
 ) -> tuple[list[int], list[int]]:
-    """Write the page table: where the pages of each request begin, and the tokens of each request."""
+    """Write the page table of the plan. Returns the first entry of each request, and its tokens."""
     starts, last_page, max_batch = kv_indptr.tolist(), last.tolist(), plan.kv_len.shape[0]
     bounds = [min(max(start, 0), most_pages) for start in starts]
     lengths = [0] * max_batch
@@ -54,7 +54,7 @@ def _copy_page_table(
 
 
 def _is_for_the_reference(plan: DecodePlan | PrefillPlan, problem: PlanProblem, seq_lens: Tensor | None) -> bool:
-    """Whether the plan is large, may have splits, or is for the keys of one rank."""
+    """Whether the reference makes the plan: it is large, may have splits, or is for the keys of one rank."""
     one = plan.cta_indptr.shape[0] == 2 if isinstance(plan, DecodePlan) else plan.split_tiles.shape[0] == 0
     may_split = not one or problem.split > 0
     of_rank = seq_lens is not None or ContextShard.of_problem(problem) is not None
@@ -118,7 +118,7 @@ def plan_prefill(
             begin = min(max(0, position + 1 - problem.window), end) if problem.window else 0
             tiles.append((rows[b] + offset, of_tile, begin, end, position, starts[b], -1, b))
     del tiles[capacity:]
-    # by classes of the KV length, longest first; within a class in the order of the batch
+    # Longest first, by classes of the KV length; within a class in the order of the batch.
     longest = max((end - begin for _, _, begin, end, *_ in tiles), default=0) + 1
     tiles.sort(key=lambda tile: -((tile[3] - tile[2]) * LENGTH_BUCKETS // longest))
     _fill(p.work, tiles)

@@ -15,15 +15,15 @@ from torch import Tensor
 from attn_ops.eager.captured_call import View
 
 MIN_KEPT_BYTES, MAX_KEPT_BYTES = 1 << 17, 1 << 24
-"""Bounds on the memory that a thread keeps for keys, or for values, that are not in a row."""
+"""Bounds on the bytes that a thread keeps for gathered keys, and for gathered values."""
 
 Take = Callable[[Tensor], Tensor]
 
 
 class Gathered(threading.local):
-    """Memory of a thread for the keys, and the values, that a kernel call gathers, until the next.
+    """Memory of a thread for the keys and values that a kernel call gathers. The next kernel call overwrites it.
 
-    New memory of their size would be new pages of the operating system in every call.
+    Memory of that size that is allocated anew consists of new pages of the operating system, in every call.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Gathered(threading.local):
         if not MIN_KEPT_BYTES <= size <= MAX_KEPT_BYTES:
             return cache.index_select(0, numbers)
         if self.kept[place].shape[0] < size:
-            with torch.inference_mode(False):  # other calls take it too
+            with torch.inference_mode(False):  # calls outside of inference mode use it too
                 self.kept[place] = torch.empty(size, dtype=torch.uint8, device="cpu")
         out = self.kept[place][:size].view(dtype).view(shape)
         return torch.index_select(cache, 0, numbers, out=out)
@@ -46,8 +46,12 @@ GATHERED = Gathered()
 
 
 class Reader:
-    """Reads the tokens of kernel calls from caches of one form, which ``as_pages`` takes as ``[pages, page_size,
-    num_kv_heads, dim]``, as views of ``base``. Those of keys have ``place`` 0, of values 1.
+    """Reads the keys or values of kernel calls from caches of the form of ``cache``.
+
+    cache     a cache of keys or of values
+    base      the tensor that the cache is a view of
+    as_pages  views such a base as ``[pages, page_size, num_kv_heads, dim]``
+    place     0 for keys, 1 for values
     """
 
     def __init__(self, cache: Tensor, base: Tensor, as_pages: Callable[[Tensor], Tensor], place: int) -> None:
@@ -59,7 +63,7 @@ class Reader:
         self.is_row = self.page == self.page_size * self.token
 
     def __call__(self, call: KernelCall) -> Take:
-        """A function of a base: ``[requests, num_kv_heads, L, dim]``, a view if each request's pages are in a row."""
+        """A function of a base that returns ``[requests, num_kv_heads, L, dim]``: a view if pages are in a row."""
         requests, pages, number, skipped = call.requests, call.pages, call.end - call.begin, call.begin % self.page_size
         if pages.first is not None and (self.is_row or pages.per_request == 1):
             ahead = self.ahead + pages.first * self.page + skipped * self.token
@@ -69,7 +73,7 @@ class Reader:
 
     def _gather(self, requests: int, pages: Pages, tokens: slice, base: Tensor) -> Tensor:
         cache, (count, numbers, first, stride) = self.take_pages(base), pages
-        if count == 1:  # of a single page no more than its tokens are copied
+        if count == 1:  # of a single page only the tokens in use are copied
             cache, tokens = cache[:, tokens], slice(None)
         if first is not None and stride == count:
             taken = bits(cache[first : first + requests * count])

@@ -1,8 +1,8 @@
-"""Which calls of PyTorch's flash attention compute a batch: by the numbers of its plan, which are read on the host.
+"""The calls of PyTorch's flash attention that compute a batch, by the numbers of its plan, which are read on the host.
 
 A :class:`KernelCall` attends for a request, or for successive requests of equal sizes if it needs no mask. It depends
-on numbers alone, so what calls of a key make of those of a small plan is found by its numbers (:class:`Steps`): the
-layers of a model share it.
+on numbers alone, so the kernel calls of a small plan are kept by its numbers (:class:`Steps`): the layers of a model
+share them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from attn_ops.eager.contents import contents
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 
 MAX_ELEMENTS = 1 << 20
-"""Elements of the keys of several requests that attend together: they stay in the cache of the CPU."""
+"""Most elements of the keys of several requests that attend together: they stay in the cache of the CPU."""
 
 MAX_NUMBERS = 2048
-"""Numbers of a plan by which its steps are found."""
+"""Most numbers of a plan whose steps are kept."""
 
 MAX_PLANS = 64
 """Plans whose steps are kept. All are evicted at the limit."""
 
 
 class KeyBounds(NamedTuple):
-    """The options that say which keys a row sees: -1 is no bound."""
+    """The options ``causal``, ``window_left`` and ``window_right``: -1 is no bound."""
 
     causal: bool
     left: int
@@ -70,11 +70,11 @@ class Window(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages of several requests, as many of each.
+    """The pages of a kernel call's requests, which have equally many.
 
-    per_request  their number
-    numbers      of all; None of ragged KV, whose tokens are in order
-    first        if those of each request are in order: they are ``first + request * stride + page``. Else None
+    per_request  number of pages of each request
+    numbers      page numbers of all requests; None for ragged KV, whose tokens are in order
+    first        if pages are in order, page i of request r has the number ``first + r * stride + i``; else None
     """
 
     per_request: int
@@ -88,16 +88,16 @@ WHOLE = Pages(1, None, 0)
 
 
 class KernelCall(NamedTuple):
-    """Attention of successive query rows, each of which sees a key at least.
+    """Attention of successive query rows, each of which sees at least one key.
 
-    first         the first of them in the batch
-    rows          of all requests
-    requests      their number
-    begin, end    the tokens of each request that any of the rows sees
-    position      of each request's first row
-    causal        rows see the keys up to their own: the kernel can hide the others
-    window        if a mask must hide some of the keys. Else None
-    pages         of the tokens, from that of token ``begin`` on
+    first         the first query row, an index of the batch's rows
+    rows          query rows of all requests
+    requests      number of requests
+    begin, end    half-open range of each request's tokens that its rows see
+    position      position of each request's first row
+    causal        whether each row sees exactly the keys up to its own, so that the kernel can hide later keys
+    window        the keys that each row sees, if a mask must hide some keys; else None
+    pages         the pages of the tokens, from the page of token ``begin`` on
     """
 
     first: int
@@ -113,14 +113,14 @@ class KernelCall(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def of_request(rows: int, length: int, bounds: KeyBounds) -> KernelCall | None:
-    """The kernel call of a request's rows, of which the first may see no key; None if none of them sees one."""
+    """The kernel call of a request's rows, without leading rows that see no key; None if no row sees a key."""
     return _kernel_call(0, rows, 1, length - rows, length, bounds)
 
 
 def _kernel_call(
     first: int, rows: int, requests: int, position: int, length: int, bounds: KeyBounds
 ) -> KernelCall | None:
-    """The kernel call of ``rows`` rows of each request, from ``position`` on; None if none of them sees a key."""
+    """The kernel call of ``rows`` rows of each request, from ``position`` on; None if no row sees a key."""
     window = Window.of(bounds, max(0, -position) + rows, length)
     without_keys = min(rows, max(0, -position - window.right))
     rows, first, position = rows - without_keys, first + without_keys, position + without_keys
@@ -141,9 +141,9 @@ def _attend_together(bounds: KeyBounds, rows: int, length: int) -> bool:
 def _groups(
     rows: Sequence[int], lengths: Sequence[int], num_rows: int, most_tokens: int, bounds: KeyBounds
 ) -> Iterator[range]:
-    """Requests that attend together. Those without query rows or keys are left out.
+    """Groups of successive requests that attend together. Requests without query rows or keys are in no group.
 
-    Several requests have all their rows among ``num_rows``, and ``most_tokens`` tokens at most.
+    A group of several requests has all its rows among the first ``num_rows``, and at most ``most_tokens`` tokens.
     """
     first = 0
     while first < len(lengths):
@@ -158,7 +158,7 @@ def _groups(
 
 
 class Table(NamedTuple):
-    """The page table of a plan, which may contain anything: places and pages are clamped, as in the reference.
+    """The page table of a plan. As in the reference, its entries and page numbers are not checked but clamped.
 
     Ragged KV has no ``numbers``: it is a cache of pages of one token, in order.
     """
@@ -193,14 +193,14 @@ class Table(NamedTuple):
 
 
 class BatchSizes(NamedTuple):
-    """What plans of equal sizes and calls of equal options have in common.
+    """Sizes and options that calls of a key have in common, whatever the contents of their plans.
 
-    num_rows     of the query. A plan may have more
-    num_pages    of the cache
+    num_rows     query rows. A plan may have more
+    num_pages    pages of the cache
     page_size    tokens of a page
     max_kv_len   the most tokens of a request
     most_tokens  the most tokens of several requests that attend together
-    bounds       of the keys that a row sees
+    bounds       bounds of the keys that a row sees
     """
 
     num_rows: int
@@ -218,10 +218,10 @@ class BatchSizes(NamedTuple):
 
 
 def of_plan(plan: DecodePlan | PrefillPlan, batch: BatchSizes) -> Iterator[KernelCall]:
-    """The kernel calls of a plan. Rows that see no key are in none."""
+    """The kernel calls of a plan. Rows that see no key are in no kernel call."""
     starts, numbers = plan.kv_indptr.tolist(), plan.kv_indices
     rows = tuple(plan.qo_indptr.tolist()) if isinstance(plan, PrefillPlan) else range(batch.num_rows + 1)
-    if 0 < starts[-1] < numbers.shape[0]:  # the others are unused
+    if 0 < starts[-1] < numbers.shape[0]:  # later entries are unused
         numbers = numbers[: starts[-1]]
     table = Table(starts, numbers, batch.page_size, batch.num_pages)
     most = min(batch.max_kv_len, numbers.shape[0] * batch.page_size or batch.max_kv_len)
@@ -242,7 +242,10 @@ _KEPT: BoundedCache[Hashable, tuple[Any, ...]] = BoundedCache(MAX_PLANS)
 
 
 class Steps(Generic[T]):
-    """What ``make`` makes of the kernel calls of a plan, for calls of a key. ``kind`` is the type of the plan."""
+    """The steps of plans, for calls of a key: the results of ``make`` for each kernel call, kept by the plan's numbers.
+
+    ``kind`` is the type of the plans.
+    """
 
     def __init__(
         self, kind: type[DecodePlan | PrefillPlan], batch: BatchSizes, make: Callable[[KernelCall], T]
@@ -257,7 +260,7 @@ class Steps(Generic[T]):
             return self._make(plan)
         steps = _KEPT.get((self, numbers))
         if steps is None:
-            with torch.inference_mode(False):  # other calls take them too
+            with torch.inference_mode(False):  # calls outside of inference mode use them too
                 steps = _KEPT.insert((self, numbers), self._make(plan))
         return steps
 

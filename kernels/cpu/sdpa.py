@@ -1,15 +1,16 @@
 """Attention by PyTorch's flash attention for the CPU, the kernel of ``scaled_dot_product_attention``.
 
-Which calls of it a batch needs follows from numbers of the plan, which are read on the host
+The kernel calls of a batch follow from the numbers of the plan, which are read on the host
 (:mod:`attn_ops.kernels.cpu.schedule`), so these functions run eager calls alone. What follows from sizes, strides and
-options is computed once for the calls of a key (``for_key``). Pages that lie in order are read in place, others are
-gathered.
+options is computed once for the calls of a key (``for_key``). Pages that are in order are read in place, other pages
+are gathered.
 
-It computes in float32. In other dtypes the kernel's exponential is less exact, which shows in the LSE: calls of a few
-rows in bfloat16 that do not need it are computed in bfloat16. Their output is within the tolerance of any kernel's.
+The kernel computes in float32. In other dtypes its exponential is less exact, which shows in the LSE. So bfloat16 calls
+of a few rows are computed in bfloat16 only if they do not need the LSE. Their output is within the tolerance of every
+kernel.
 
-The kernel hides a key by a logit of -inf, and so multiplies its value by 0. Where such a key or value is NaN or
-infinite, the LSE or the output may be: then the reference computes the call.
+The kernel hides a key by a logit of -inf, and so multiplies its value by 0. If such a key or value is NaN or infinite,
+the LSE or the output may be too: then the reference computes the call.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ from attn_ops.plan.state import DecodePlan, PrefillPlan
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 
 MASK_ROWS = 512
-"""Query rows of a call with a mask, which has an element for each row and key, at most."""
+"""Most query rows of a call with a mask, which has an element for each row and key."""
 
 MASK_ELEMENTS = 1 << 24
-"""Elements of a mask of more than one row."""
+"""Most elements of a mask of more than one row."""
 
 CONVERTED_ELEMENTS = 1 << 19
-"""Elements of the keys that are converted to float32 at a time, unless one KV head has more."""
+"""Most elements of the keys that are converted to float32 at a time, unless one KV head has more."""
 
 BFLOAT16_ROWS = 32 if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)() else 0
-"""Query rows of a KV head for which the kernel reads bfloat16, by instructions that the CPU must have. For more, it is
+"""Most query rows of a KV head that are computed in bfloat16; 0 if the CPU lacks the instructions. For more rows it is
 faster to convert to float32.
 """
 
 IS_REGULAR = getattr(_C, "is_regular", lambda out, lse: None)
 
 MAX_READ = 1 << 16
-"""Numbers of an output that one thread reads. For more, PyTorch's reductions take several threads."""
+"""Most elements of an output that one thread reads. For more elements PyTorch's reductions use several threads."""
 
 Result = tuple[Tensor, Tensor]
-"""Output and natural LSE. Those of the kernel are ``[requests, heads, rows, ...]``."""
+"""Output and natural LSE. The kernel returns them as ``[requests, heads, rows, ...]``."""
 
 
 class Layout:
-    """How the kernel sees the query rows of a kernel call, and what it returns.
+    """The views by which the kernel takes the query rows of a kernel call and returns their outputs.
 
-    Its tensors are ``[requests, heads, rows, dim]``. If all rows of a request see the same keys, the query heads of a
-    KV head become rows: the keys are read once.
+    The kernel's tensors are ``[requests, heads, rows, dim]``. If all rows of a request see the same keys, the query
+    heads of a KV head become rows: the keys are read once.
     """
 
     def __init__(self, call: KernelCall, query: View, num_kv_heads: int) -> None:
@@ -81,7 +82,7 @@ class Layout:
         self.query = (lambda base: take(base).flatten(2, 3)) if self.merges else take
 
     def rows(self, out: Tensor, shape: Sequence[int]) -> Tensor:
-        """The output ``[rows, num_qo_heads, dim]`` in a shape of as many elements."""
+        """The kernel's output as ``[rows, num_qo_heads, dim]``, reshaped to ``shape``."""
         if not self.heads_are_rows:
             out = out.transpose(1, 2)
         elif self.merges:
@@ -89,18 +90,21 @@ class Layout:
         return out.reshape(shape)
 
     def lse_rows(self, lse: Tensor) -> Tensor:
-        """``[rows, num_qo_heads]``."""
+        """The kernel's LSE as ``[rows, num_qo_heads]``."""
         return (lse.view(self.split) if self.heads_are_rows else lse).transpose(1, 2).reshape(-1, self.heads)
 
 
 Inputs = tuple[Tensor, Any, Tensor | None]
-"""The query of a call, and its caches of keys and of values. Of MLA both caches, and None: the values are the keys."""
+"""The query, the cache of keys and the cache of values; for MLA the query, both caches and None: values are keys."""
 
 
 class Step(NamedTuple):
-    """A kernel call of a key, and how its keys and values are read of :data:`Inputs`.
+    """A kernel call, and how its query, keys and values are read from :data:`Inputs`.
 
-    rows  that need no mask
+    layout  views of the query and the outputs
+    keys    reads the keys from their cache
+    values  reads the values from their cache; None if the keys are the values
+    rows    number of rows if no mask is needed, else 0
     """
 
     call: KernelCall
@@ -118,9 +122,7 @@ class Step(NamedTuple):
 
 
 def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
-    """The kernel on tensors of any dtype. Those of some KV heads are converted at a time: they stay in the cache of the
-    CPU.
-    """
+    """The kernel in float32 on tensors of any dtype. It converts a few KV heads at a time, to stay in the CPU cache."""
     requests, num_kv_heads, length, dim = k.shape
     step, group = max(1, CONVERTED_ELEMENTS // (requests * length * dim)), q.shape[1] // num_kv_heads
     if step >= num_kv_heads:
@@ -140,7 +142,7 @@ def _in_float32(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unmasked(x: Inputs, step: Step, scale: float, exact: bool) -> Result:
-    """What the kernel returns for a step: its output is float32, or unless ``exact`` bfloat16."""
+    """The kernel's results for a step without a mask. The output is float32, or unless ``exact`` maybe bfloat16."""
     q, k, v = step.take(x)
     as_bfloat16 = not exact and step.layout.rows_of_kv_head <= BFLOAT16_ROWS
     if q.dtype == k.dtype == v.dtype == (torch.bfloat16 if as_bfloat16 else torch.float32):
@@ -149,13 +151,13 @@ def _unmasked(x: Inputs, step: Step, scale: float, exact: bool) -> Result:
 
 
 def _masked(x: Inputs, step: Step, scale: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """``(row, out, lse)`` of the kernel for blocks of a step's rows, which see different keys. ``row`` is the first."""
+    """The kernel's results for blocks of a step's rows: ``(row, out, lse)``, where ``row`` is a block's first row."""
     call = step.call
     window, rows, begin = call.window, call.rows, call.begin
     assert window is not None
     query, k, v = step.take(x)
     query, (k, v) = query.float(), _in_float32(k, v)
-    most_keys = min(call.end - begin, window.left + window.right + MASK_ROWS)  # that a block of MASK_ROWS rows sees
+    most_keys = min(call.end - begin, window.left + window.right + MASK_ROWS)  # keys that MASK_ROWS rows see
     of_block = max(1, min(MASK_ROWS, MASK_ELEMENTS // most_keys))
     for row in range(0, rows, of_block):
         end, position = min(row + of_block, rows), call.position + row
@@ -166,7 +168,7 @@ def _masked(x: Inputs, step: Step, scale: float) -> Iterator[tuple[int, Tensor, 
 
 
 def _collect(x: Inputs, steps: Sequence[Step], form: Form, scale: float) -> Result:
-    """Output and LSE of all rows of a query, ``[rows, num_qo_heads, ...]``: 0 and -inf in rows of no step."""
+    """Output and LSE of all rows of a query, ``[rows, num_qo_heads, ...]``: 0 and -inf in rows that are in no step."""
     out = torch.zeros((form.rows, form.num_qo_heads, form.head_dim_vo), dtype=torch.float32, device="cpu")
     lse = out.new_full(out.shape[:2], -math.inf)
     for step in steps:
@@ -182,19 +184,19 @@ def _collect(x: Inputs, steps: Sequence[Step], form: Form, scale: float) -> Resu
 
 
 class Form(NamedTuple):
-    """What the calls of a key have in common.
+    """Sizes and options that the calls of a key have in common.
 
-    rows         of the query
-    num_qo_heads of the query
-    bounds       of the keys that a row sees
-    scale        of the logits, but for that of ``kv_scale``
-    dtype        of the output
-    head_dim_vo  of the output. Values of MLA have more columns
-    return_lse   the call asks for the LSE
-    exact        the kernel computes in float32. It may compute a call of bfloat16 alone in bfloat16, with probabilities
-                 rounded as by other kernels, but the LSE is then less exact
-    shape        of the output of one step for all rows
-    last_shape   of the output in the end, if that is another
+    rows          query rows
+    num_qo_heads  query heads
+    bounds        bounds of the keys that a row sees
+    scale         factor of the logits, without ``kv_scale``
+    dtype         dtype of the output
+    head_dim_vo   columns of the output. Values of MLA have more columns
+    return_lse    whether the call asks for the LSE
+    exact         whether the kernel must compute in float32. It may compute a call that is bfloat16 throughout in
+                  bfloat16, with probabilities rounded as by other kernels, but the LSE is then less exact
+    shape         shape of the output of one step that has all rows
+    last_shape    shape of the result's output, if it is another
     """
 
     rows: int
@@ -233,7 +235,7 @@ class Form(NamedTuple):
 def _attend(
     form: Form, x: Inputs, steps: Sequence[Step], sinks: Tensor | None, kv_scale: Tensor | None
 ) -> Result | None:
-    """The op's output, in the form's shape, and LSE; None if the reference may differ."""
+    """The op's output and LSE; None if the reference may give another result."""
     rows, _, _, scale, dtype, head_dim_vo, return_lse, exact, shape, last_shape = form
     factor, layout = 1.0, None
     if kv_scale is not None:
@@ -267,10 +269,10 @@ def _attend(
 
 
 def _is_regular(out: Tensor, lse: Tensor) -> bool:
-    """Whether the reference gives the same: outputs are finite, and LSEs those of rows that see a finite logit, or no
-    key.
+    """Whether the reference gives the same result: outputs are finite, and LSEs are neither infinite nor 0.
 
-    Where every logit that a row sees is -inf, the kernel gives an LSE of 0.
+    The kernel gives an LSE of 0 for a row whose logits are all -inf. A row without keys has an LSE of -inf, which is
+    regular.
     """
     found = IS_REGULAR(out, lse) if out.numel() <= MAX_READ else None
     if found is not None:
@@ -279,14 +281,15 @@ def _is_regular(out: Tensor, lse: Tensor) -> bool:
 
 
 Run = Callable[..., Result | None]
-"""Makes the calls of a key; None if the reference may give another result."""
+"""A function for the calls of a key. It returns None if the reference may give another result."""
 
 
 def _by_key(make: Callable[..., Run]) -> Callable[..., Result]:
-    """The op whose calls of the key of a call ``make`` returns. ``for_key`` returns them too.
+    """The op, made of ``make``, which takes the first call of a key and returns the function for the calls of the key.
 
-    ``make`` takes :class:`Bases` before the call, and what it returns takes such tensors. ``for_key`` with ``bases`` is
-    the same, without them a function of the op's own tensors, which the reference computes if need be.
+    ``make`` takes :class:`Bases` before the arguments of the call, and its result takes the tensors of the bases. The
+    op's attribute ``for_key`` calls ``make``. With ``bases`` it returns that result, else a function of the op's own
+    arguments, which calls the reference if the result is None.
     """
     name = make.__name__
 
@@ -307,11 +310,11 @@ def _by_key(make: Callable[..., Run]) -> Callable[..., Result]:
 
 
 def _left_to_reference(*_: Any, **__: Any) -> None:
-    """Calls without keys."""
+    """The run of calls without keys: the reference computes them."""
 
 
 def _has_keys(plan: DecodePlan | PrefillPlan, q: Tensor, num_pages: int, ragged: bool = False) -> bool:
-    """Whether a plan may have rows that see a key. One without pages has none, unless it is for ragged KV."""
+    """Whether a plan may have rows that see a key: it has query rows, and pages or ragged KV."""
     return q.shape[0] > 0 and num_pages > 0 and (ragged or plan.kv_indices.shape[0] > 0)
 
 
@@ -326,7 +329,7 @@ def _planned(
     options: dict[str, Any],
     ragged: bool = False,
 ) -> Run:
-    """A run by a plan, over caches that ``as_pages`` takes as ``[pages, page_size, num_kv_heads, dim]``."""
+    """The run of a planned op, over caches that ``as_pages`` views as ``[pages, page_size, num_kv_heads, dim]``."""
     form = Form.of(q, q.shape[2], caches[1].shape[-1], return_lse, AttentionOptions(**options), bases.shape)
     (of_q, *of_caches), planned = bases.tensors[:3], kind(*plan)
     query = View.of(q, of_q)
@@ -357,7 +360,7 @@ def _step(query: View, readers: Sequence[Reader], call: KernelCall) -> Step:
 
 
 def _mla_step(query: View, readers: Sequence[Reader], call: KernelCall) -> Step:
-    """The keys ``[ckv, kpe]`` are the values too."""
+    """:func:`_step` for MLA: the keys ``[ckv, kpe]``, joined in each call, are the values too."""
     reads = [read(call) for read in readers]
 
     def keys(caches: tuple[Tensor, Tensor]) -> Tensor:
@@ -455,7 +458,7 @@ def batch_mla(
     if not _has_keys(planned, q_nope, readers[0].num_pages):
         return _left_to_reference
     rows, heads, dim = *q_nope.shape[:2], q_nope.shape[2] + q_pe.shape[2]
-    query = View((rows, heads, dim), (heads * dim, dim, 1), 0)  # both parts, which each call joins
+    query = View((rows, heads, dim), (heads * dim, dim, 1), 0)  # of both parts, which each call concatenates
     steps = _steps(planned, form, readers, functools.partial(_mla_step, query, readers))
 
     def run(

@@ -24,7 +24,7 @@ MIN_SPLITS_PER_STEP, MAX_SPLITS_PER_STEP = 16, 128
 """Bounds of the splits combined in one step: the number of CTAs between which one request may be split."""
 
 FIXED_SPLITS_PER_STEP = 64
-"""The same with a fixed split size: a constant, as is then the order of additions in every batch."""
+"""Splits of one step with a fixed split size: a constant, so that additions have the same order in every batch."""
 
 STEP_ELEMENTS_PER_WARP = 2048
 """Elements of partial results that a warp loads in one step, of at most 4 warps. With fewer splits a slice is wider."""
@@ -33,7 +33,7 @@ TARGET_PROGRAMS, MIN_SLICE_COLUMNS = 128, 32
 """Programs that few heads are divided between, about one per SM, and the columns of a head that each has at least."""
 
 MAX_PROGRAMS = 512
-"""Programs of a launch. When no row is split each of them takes time to find that out."""
+"""Most programs of a launch. Each program takes time, also where no row is split."""
 
 MAX_REQUESTS_OF_ONE_WARP, MAX_REQUESTS_OF_FOUR_WARPS = 512, 4096
 """Largest capacities for programs of so many warps. One warp counts the rows without barriers, which cost most here."""

@@ -22,12 +22,12 @@ NUM_WARPS = 4
 NUM_STAGES = 3
 
 KV_TILE_BYTES = 32 << 10
-"""Keys and values of a KV tile, as far as that is 16 to 128 tokens."""
+"""Bytes of the keys and values of a KV tile, if that is 16 to 128 tokens."""
 
 SHORT_WORK = {1: ((128, 3),), 2: ((128, 3), (1024, 4))}
 """``(tokens per CTA, stages)`` by bytes of a cache element. CTAs of at most so many tokens take half KV tiles.
 
-They end before the computation on a last full tile would be hidden behind other loads.
+Such a CTA has no later loads to hide the computation on its last tile, which a half tile makes shorter.
 """
 
 MIN_SHORT_TILE_TOKENS = 32

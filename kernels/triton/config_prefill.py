@@ -97,7 +97,8 @@ def prefill_tile(
 ) -> PrefillTile:
     """The first tile of the problem's table that fits in shared memory and has no more rows than the query tiles.
 
-    One of more than CTA_PACKED_ROWS must leave no more rows unused than one of these: 256 would of 384.
+    A tile of more than CTA_PACKED_ROWS rows must leave no more rows unused than tiles of CTA_PACKED_ROWS rows: for 384
+    packed rows, tiles of 256 leave 128 unused, and tiles of 128 none.
 
     shared       values are part A of the keys, and are loaded once
     packed_rows  of the plan's query tiles; a query tile with more than ``rows`` packed rows takes several CTAs

@@ -1,7 +1,7 @@
 """Compiled kernels as the CUDA driver launches them: which parameters a kernel takes, in which order.
 
 Triton's own launcher reads every argument at every launch, constants too, and before Triton 3.7 a C compiler builds one
-for each kernel, in a third of a second. Of Triton a launch here needs the cubin and its metadata alone.
+for each kernel, in a third of a second. A launch here needs only the cubin and the metadata that Triton compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     positions: tuple[int, ...]
 
     def select(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the parameters among those of all arguments, of which some are constants."""
+        """The values of the parameters, out of ``values`` of all arguments, which include constants."""
         return [values[i] for i in self.positions]
 
     def arguments(self, values: Sequence[Any]) -> LaunchArguments:

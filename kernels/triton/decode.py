@@ -42,7 +42,7 @@ BLOCK_ITEMS = tl.constexpr(32)
 """Work items that a program looks at in one step, before and after its mainloop."""
 
 NO_INDEX = tl.constexpr(2**31 - 1)
-"""Larger than every row and work item: what a minimum over none of them is."""
+"""Larger than every row and work item: the minimum over an empty set."""
 
 
 @constexpr_table
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
     DIM_QK: int
     DIM_VO: int
     PAGE_SIZE: int  # tokens
-    RANK: int = 0  # and those below: of :class:`.context.Shard`
+    RANK: int = 0  # RANK, WORLD and INTERLEAVE: as in :class:`.context.Shard`
     WORLD: int = 1
     INTERLEAVE: int = 0
 

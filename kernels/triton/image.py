@@ -25,7 +25,7 @@ from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
 from attn_ops.symbolic_sizes import statically_known_true
 
 GENERAL_SIZE = 3
-"""Example of an integer that only the run knows: no multiple of 16, and not 1. Kernels run any other, too."""
+"""Stands for an integer that is known at run time only: no multiple of 16, not 1. Such a kernel takes any integer."""
 
 
 class _Address(MockTensor):

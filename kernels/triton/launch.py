@@ -117,7 +117,7 @@ def supports_pdl(t: Tensor, image: bool = False) -> bool:
 
 
 class Parameters(NamedTuple):
-    """The parameters of a kernel by kind: their positions, or a function that takes theirs out of all arguments."""
+    """The parameters of a kernel by kind: their positions, or a function that selects their values of all arguments."""
 
     specialized: tuple[int, ...]
     """Tensors, and ints such as strides: Triton compiles for their alignment or divisibility, and for the value 1."""
@@ -150,7 +150,7 @@ def launch(kernel: Any, grid: Sequence[Any], options: Options = DEFAULT_OPTIONS,
 
         launch(decode_kernel, (programs,), Options(num_warps=8), q=q, out=out, rows=rows, HEAD_DIM=128)
 
-    The names are the kernel's, all of them, in any order; a ``TypeError`` lists those missing or unknown. The first
+    Every parameter of the kernel is given, in any order; a ``TypeError`` lists missing and unknown names. The first
     parameter of the kernel is a tensor, never None; it decides the device and whether the launch is eager or traced.
     Scalars that change from call to call belong into the kernel's ``do_not_specialize``.
     """

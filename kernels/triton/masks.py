@@ -52,7 +52,7 @@ def causal_or_window(
 
 @triton.jit
 def end_of_window(end, position, window_right, SHARD: tl.constexpr):
-    """``min(end, position + 1 + window_right)``, a sum that would exceed int32; of a rank's tokens, those before it."""
+    """``min(end, position + 1 + window_right)`` without overflow of int32; with ranks, in this rank's tokens."""
     if SHARD.WORLD == 1:
         return position + 1 + tl.minimum(window_right, end - (position + 1))
     else:  # noqa: RET505  what follows a return is compiled too
@@ -67,7 +67,7 @@ def full_blocks(
 ):  # fmt: skip
     """``(first, stop, blocks)`` of the KV tiles of BLOCK tokens from ``begin`` on: ``[first, stop)`` need no mask.
 
-    ``blocks`` is their number. ``first_position`` and ``last_position`` are those of the first and the last row.
+    ``blocks`` counts all KV tiles. ``first_position`` and ``last_position``: positions of the first and the last row.
     """
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
     seen_by_all = tl.minimum(end, tokens_before(first_position + 1, SHARD)) if CAUSAL else end

@@ -6,13 +6,13 @@ writes its states to one half, signals the other GPUs, waits for their signals, 
 
 Which half, and the value of the flags, follow from ``epochs [CTAS]``, a count of launches that every GPU keeps for
 itself. All GPUs make the same launches in the same order. A half is written again two launches later. A CTA that has
-seen the flags of the launch between them knows that every GPU has begun that one, and so has ended the one before,
+seen the flags of the launch between the two knows that every GPU has begun it, and so has ended the launch before it,
 which read the half. So one signal for each launch is enough. The grid is the same in all launches, and each CTA
 signals in every launch, with or without rows to merge.
 
 A GPU that waits for too long sets the errors of all GPUs, and that of its host, to 1 + the GPU that it waits for. A
 launch that sees an error, or runs out of time, ends with NaN. So do all launches after it: the counts of the GPUs may
-differ, and the buffers serve no more.
+differ, and the buffers cannot be used again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Programmatic dependent launch (PDL): kernels that start, and read the plan, before the preceding kernel finishes.
 
 A kernel launched with ``launch_pdl`` may run its prologue while the preceding kernel of the stream still runs. Before
-``griddepcontrol.wait`` (``gdc_wait``) it may read only what no unfinished kernel writes. A plan is such: the kernels
-that write plans publish what they stored, and every program of the kernels that follow acquires it. There may be other
-kernels between the two, which have launched their dependents without having waited for the plan's stores themselves.
+``griddepcontrol.wait`` (``gdc_wait``) it may read only what no unfinished kernel writes. It may read a plan: a kernel
+that writes a plan publishes what it stored, and every program of a kernel that reads the plan acquires it. There may be
+other kernels between the two, which launched their dependents without having waited for the plan's stores themselves.
 
-A later kernel waits for the preceding grid alone. So in every kernel at least one program waits, even if it has nothing
-to do: otherwise its grid would end before an earlier one.
+A kernel waits for the preceding grid alone. So in every kernel at least one program waits, even if it has nothing to
+do: otherwise its grid could end before an earlier grid.
 
 publish, acquire  in kernels: the release and the acquire side
 publish_plan      on the host: publishes a plan that tensor operations of a graph have written
@@ -42,7 +42,7 @@ def acquire():
 def publish_kernel(stored):
     """Grid: (1).
 
-    The program owns no memory: it publishes what finished kernels have stored, ``stored`` among it.
+    The program owns no memory: it publishes what finished kernels have stored, which includes ``stored``.
 
     Bound by: the launch.
     """
@@ -50,10 +50,10 @@ def publish_kernel(stored):
 
 
 def publish_plan(fields: Iterable[Tensor]) -> None:
-    """Publish the ``fields`` of a plan, which earlier kernels have written: by a kernel after the last write of each.
+    """Publish the ``fields`` of a plan, which earlier kernels have written: one kernel for each field.
 
-    One kernel would do after all writes. But the graph that is traced here knows no order between fields, only that
-    these kernels write the fields too.
+    One kernel after all writes would publish all fields. But in a traced graph, only a kernel that itself writes a
+    field is ordered after the field's other writes.
     """
     for field in fields:
         if field.numel():

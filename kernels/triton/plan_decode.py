@@ -2,8 +2,8 @@
 
 Two programs make the work list in registers, the others copy page numbers. Each of the two computes the whole schedule
 and writes a part of it. The integers are those of :mod:`attn_ops.kernels.reference.plan`. The KV blocks of all requests
-follow one another in one sequence, which *boundaries* divide between the CTAs. One inside a request is a split point.
-Nothing is read back from memory: requests find their boundaries, and boundaries their requests, by gathers.
+follow one another in one sequence, which *boundaries* divide between the CTAs. A boundary inside a request is a split
+point. Nothing is read back from memory: gathers find the boundaries of requests, and the requests of boundaries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_wait
 from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, DecodePlan, PlanProblem
 
 SCHEDULER_CTAS = tl.constexpr(2)
-"""Programs that make the schedule: program 0 writes the first item of each request, program 1 all else."""
+"""Programs that make the schedule: program 0 writes the first item of each request, program 1 all other items."""
 
 REQUESTS_PER_WARP, MIN_WARPS, MAX_WARPS = 128, 4, 16
 

@@ -35,7 +35,7 @@ from attn_ops.plan.state import INT32_MAX, KV_BLOCK, PlanProblem, PrefillPlan, i
 from attn_ops.symbolic_sizes import statically_known_true
 
 MIN_TILES, MAX_TILES = 32, 256
-"""Query tiles that program 0 processes at a time: as many as the plan has capacity for, within these."""
+"""Bounds of the query tiles that program 0 processes at a time: as many as the plan has capacity for within them."""
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def plan_prefill_kernel(
 
 
 def tiles_at_a_time(max_tiles: int) -> int:
-    """Query tiles at a time, of a plan with capacity for ``max_tiles``; the most where a graph leaves that open."""
+    """Query tiles at a time, of a plan with capacity for ``max_tiles``; MAX_TILES if a graph leaves that open."""
     tiles = MIN_TILES
     while tiles < MAX_TILES and not statically_known_true(max_tiles <= tiles):
         tiles *= 2

@@ -62,7 +62,7 @@ from attn_ops.plan.plan_checks import MAX_QUERY_ROWS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 MIN_POSITION = tl.constexpr(-MAX_QUERY_ROWS)
-"""Bound of the position of a query row, less that of its item's first token.
+"""Least value of the position of a query row minus the first token of its work item.
 
 The position of a request's first row is the KV length minus the rows, and no item begins after the end of the KV.
 """
@@ -80,7 +80,7 @@ class Shape(NamedTuple):
     PAGE_SIZE: int
     TILE_ROWS: int  # query rows of a work item
     LOG2_HEADS: int  # floor of the logarithm of the number of query heads
-    RANK: int = 0  # and those below: of :class:`.context.Shard`
+    RANK: int = 0  # RANK, WORLD and INTERLEAVE: as in :class:`.context.Shard`
     WORLD: int = 1
     INTERLEAVE: int = 0
 
@@ -350,7 +350,7 @@ def prefill_kernel(
         count, begin = tl.minimum(count, TILE_ROWS), tl.maximum(begin, 0)
         request = tl.minimum(tl.maximum(request, 0), max_batch - 1)
         page_start = tl.maximum(page_start, 0)
-        # Only a plan that is not a planner's has another such range or position. Sums of them would exceed int32.
+        # Only a plan that no planner made has an item outside of these bounds. Sums of its fields could exceed int32.
         is_item = (count > 0) & (begin <= end) & (position >= begin + MIN_POSITION) & (position < MAX_POSITION)
         # A cache without pages, or ragged KV that is shorter than planned, may leave an item without tokens.
         if FEATURES.PAGED:

@@ -82,9 +82,9 @@ def attend(
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None, int, int], kv_rows: int) -> Operands:
-    """``at`` are the dimensions of k and v that count pages, tokens and heads; None for no pages.
+    """``at``: the dimensions of k and v that count pages, tokens and heads; the first is None without pages.
 
-    Head counts and head dims choose kernels: a graph has them as numbers, also where they differ between its calls.
+    Head counts and head dims select kernels, so they become numbers, with a guard, also where a graph has symbols.
     """
     dim_a, dim_b = split_dim(int(q.shape[2]))
     k_strides, v_strides = (tuple(0 if d is None else t.stride(d) for d in at) for t in (k, v))

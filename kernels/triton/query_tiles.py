@@ -1,7 +1,7 @@
 """Query tiles of prefill while they are planned: their ranges, their splits and their order.
 
-A planner goes over the tiles of a batch several times, some at a time, and computes all of this again each time: it
-would not fit in registers.
+A planner goes over the tiles of a batch several times, some at a time, and computes their ranges and splits again each
+time: registers do not hold them for all tiles.
 """
 
 from __future__ import annotations

@@ -51,14 +51,14 @@ def add_angles(sin_a, cos_a, sin_b, cos_b):
 
 @triton.jit
 def rotate_halves(low, high, sin, cos):
-    """:func:`rotate` of the first half of dimensions and their partners, ``low`` and ``high``, by angles of these."""
+    """:func:`rotate` of the dimensions in halves, ``low`` and ``high``, by the angles of their pairs."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit
 def alibi_slopes(head, LOG2_HEADS: tl.constexpr):
-    """ALiBi slopes: powers of ``2^(-8 / n)`` for the first ``n = 2^LOG2_HEADS`` heads, then those halfway between.
+    """ALiBi slopes: powers of ``2^(-8 / n)`` for the first ``n = 2^LOG2_HEADS`` heads, then the powers halfway between.
 
     n is the largest power of 2 that is at most the number of heads.
     """

@@ -104,9 +104,8 @@ def test_numbers_that_are_not_finite(of_values: bool, value: float, computed: li
 
 
 def test_logits_of_minus_infinity() -> None:
-    """The reference computes the call: the kernel gives such a row an LSE of 0."""
+    """The output is 0, as that of a row that sees no key."""
     setup = Setup("decode", replace(DECODE_BASE, **DTYPES))
     setup.q.abs_().add_(1)
     setup.k.fill_(-math.inf)
-    actual, expected = (setup.run(backend, return_lse=False)[0] for backend in ("cpu", "reference"))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert not setup.run("cpu", return_lse=False)[0].any()

@@ -69,6 +69,7 @@ def test_tokens_equal_those_of_python(device: str, tmp_path: Path, monkeypatch: 
     for words, message in (
         ((), "usage: server PREFILL.pt2 DECODE.pt2 REQUESTS"),
         ((*packages, tmp_path / "absent.txt"), f"server: cannot read {tmp_path / 'absent.txt'}"),
+        ((*packages, file, "3x"), "server: a stop token is '3x'; expected a number; correct it"),
         ((file, packages.decode, file), f"package: cannot load {file}: "),
         (
             (packages.decode, packages.decode, file),

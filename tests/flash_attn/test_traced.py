@@ -304,6 +304,17 @@ def test_compiled_by_inductor() -> None:
         same(compiled(*copies(tensors)), form.call(*copies(tensors)))
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_functions_that_are_compiled_directly_do_not_share_the_limit_of_recompiles() -> None:
+    func = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
+    varlen = torch.compile(flash_attn_varlen_func, fullgraph=True, backend="eager")
+    for n in (5, 7, 9):
+        q, k, v = dense(2, n, n)
+        expected(list(zip(q, k, v, strict=True))).check(func(q, k, v).flatten(0, 1))
+        one = torch.tensor([0, n], dtype=torch.int32, device=DEVICE)
+        expected([(q[0], k[0], v[0])]).check(varlen(q[0], k[0], v[0], one, one))
+
+
 def test_offsets_that_the_graph_computes() -> None:
     """By ``torch.arange``, whose clamp Inductor of PyTorch 2.13 does not compile."""
     q, k, v = dense(3, 4, 4)

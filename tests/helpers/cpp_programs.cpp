@@ -148,23 +148,26 @@ struct Work {
 };
 
 // Threads that share one package. CASES.pt is a list of [page table, inputs], lists of tensors, of one thread each,
-// which has a planner of its own. Every thread plans and runs its case CALLS times, while others run, with a refused
-// call between. RESULTS.pt is a list of [the number of runs that differ from the first of the thread, refused calls,
+// which has a planner of its own. Every thread loads its planner, after refused ones, then plans and runs its case CALLS
+// times, while others do, with a refused call between. RESULTS.pt is a list of [the number of runs that differ from the first of the thread, refused calls,
 // outputs of the first run] of each thread.
 int threads(int argc, char** argv) {
   if (argc != 6) return 2;
   const c10::IValue cases = load(argv[2]);
   attn::Package step(argv[1], std::nullopt, std::stoul(argv[4]));
   std::vector<Work> all;
-  for (const c10::IValue& one : cases.toListRef()) {
+  for (const c10::IValue& one : cases.toListRef())
     all.push_back({tensors(one.toListRef()[0]), tensors(one.toListRef()[1]), {}, nullptr});
-    all.back().planner = std::make_unique<attn::Planner>(argv[1]);
-  }
   std::atomic<size_t> ready{0};
   std::vector<std::thread> running;
   for (Work& work : all)
     running.emplace_back([&] {
       for (++ready; ready < all.size();) std::this_thread::yield();
+      for (int i = 0; i < 100; ++i) try {  // reads the metadata, and refuses the device
+          attn::Planner(argv[1], at::Device(at::kCUDA, 0));
+        } catch (const attn::DeviceError&) {
+        }
+      work.planner = std::make_unique<attn::Planner>(argv[1]);
       work.run(step, std::stoi(argv[5]));
     });
   for (std::thread& thread : running) thread.join();
@@ -195,10 +198,11 @@ int alignment(int argc, char**) {
   return 0;
 }
 
-// Prints the sizes and the sum of the tensors of Package::zeros for each name, or what it says.
+// Prints the sizes and the sum of the tensors of Package::zeros for each name, or what it says. The package is for the
+// CPU, here with an index, as torch.device("cpu:0") has.
 int zeros(int argc, char** argv) {
   if (argc < 3) return 2;
-  const attn::Package step(argv[1]);
+  const attn::Package step(argv[1], at::Device(at::kCPU, 0));
   for (int i = 2; i < argc; ++i) try {
       for (const at::Tensor& t : step.zeros(argv[i])) std::cout << t.sizes() << ' ' << t.sum().item<float>() << ' ';
       std::cout << '\n';

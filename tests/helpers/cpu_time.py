@@ -22,7 +22,7 @@ BUDGET = {
     "integrations": 55,
     "kernels": 1180,
     "native": 36,
-    "ops": 85,
+    "ops": 65,
     "paging": 5,
     "planning": 20,
     "tracing": 240,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from attn_ops.kernels.reference import attention
 from helpers.oracle import Expected
 from helpers.page_tables import int32
 from helpers.tracing import BROKEN_GATHER
+from helpers.wrapper_requests import DEVICE, Requests, workspace
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +21,7 @@ from torch.export import Dim
 
 import attn_ops
 from attn_ops import errors
+from attn_ops.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 4, 2, 16, 4, 0.25
 SIZES = {"page_size": PAGE, "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -73,6 +76,61 @@ def test_unbacked_sizes_need_no_guard() -> None:
         compiled = torch.compile(FirstRows(), fullgraph=True)
         for rows in (3, 8):
             Expected.of([(q[:rows], k, v)]).check(compiled(torch.tensor(rows), q, k, v))
+
+
+CHOSEN, SHORT = Requests((37, 5, 130, 9, 20)), Requests((9,), (9,))
+
+
+def _decode() -> Callable[[Tensor], Tensor]:
+    planner = attn_ops.DecodePlanner(5, 40, page_size=16, num_qo_heads=4, num_kv_heads=2, head_dim=64, device=DEVICE)
+    plan = planner.plan(*CHOSEN.table)
+    return lambda q: torch.ops.attn.batch_decode(q, *CHOSEN.cache(), plan, planner.workspace)[0]
+
+
+def _run() -> Callable[[Tensor], Tensor]:
+    wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*CHOSEN.table, *CHOSEN.sizes)
+    return lambda q: wrapper.run(q, CHOSEN.cache())
+
+
+def _kvcache() -> Callable[[Tensor], Tensor]:
+    caches, tables, lens = CHOSEN.cache(), CHOSEN.block_tables(), CHOSEN.seq_lens
+
+    def attend(q: Tensor) -> Tensor:
+        n = q.shape[0]
+        torch._check(n <= len(lens))
+        return flash_attn_with_kvcache(q[:, None], *caches, cache_seqlens=lens[:n], block_table=tables[:n])[:, 0]
+
+    return attend
+
+
+def _dense_func() -> Callable[[Tensor], Tensor]:
+    kv = [t[None] for t in SHORT.ragged()]
+    return lambda q: flash_attn_func(q[:, None], *(t.expand(q.shape[0], -1, -1, -1) for t in kv))[:, 0]
+
+
+def _chosen_rows(attend: Callable[[Tensor], Tensor], backend: str) -> Callable[[int], Tensor]:
+    """``attend`` of the first rows, whose number the graph computes from a mask."""
+    rows = torch.cat((CHOSEN.q, torch.full_like(CHOSEN.q[:3], torch.nan)))
+    step = torch.compile(lambda x, mask: attend(x[mask]), fullgraph=True, backend=backend, dynamic=True)
+    return lambda n: step(rows, torch.arange(len(rows), device=DEVICE) < n)
+
+
+@pytest.mark.parametrize("make", [_decode, _run, _kvcache, _dense_func])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_that_the_graph_chooses(make: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    dense = Expected.of([(q[None], *SHORT.ragged()) for q in CHOSEN.q])
+    expected = dense if make is _dense_func else CHOSEN.expected()
+    expected.check(_chosen_rows(make(), "aot_eager")(5))
+
+
+@pytest.mark.parametrize("make", [_decode, _run])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_more_rows_than_planned_are_refused_when_the_graph_runs(make: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    step = _chosen_rows(make(), "eager")
+    CHOSEN.expected().check(step(5))
+    with pytest.raises(Exception, match="u0"):  # PyTorch's assertion has no text of ours
+        step(8)
 
 
 def _paged(batch: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor]:

@@ -39,7 +39,7 @@ def chunk_of(where: str, attention_chunk: int) -> int:
 
 
 class Window(NamedTuple):
-    """FlashAttention's window in the words of the ops: a right side of 0 is ``causal``."""
+    """FlashAttention's window as options of the ops: a right side of 0 is ``causal``."""
 
     causal: bool
     window_left: int
@@ -73,7 +73,7 @@ def window(where: str, window_size: WindowSize, causal: bool) -> Window:
 
 
 def _is_pair_on_host(window_size: Tensor) -> bool:
-    """Whether the numbers of ``window_size [2]`` can be read: of a traced call they cannot."""
+    """Whether ``window_size`` is a pair of integers that can be read: on the host, outside of traced code."""
     integers = window_size.dtype in (torch.int32, torch.int64)
     return integers and window_size.shape == (2,) and window_size.is_cpu and not is_traced()
 
@@ -116,7 +116,7 @@ def options(
 class Descales(NamedTuple):
     """Scales of FP8 tensors: a number, a tensor of one element, which may be expanded, or ``[batch, num_kv_heads]``.
 
-    Those of 16-bit and float32 tensors are ignored, as FlashAttention 3 does.
+    Scales of 16-bit and float32 tensors are ignored, as in FlashAttention 3.
     """
 
     q_descale: Scale
@@ -126,12 +126,12 @@ class Descales(NamedTuple):
     def of_rows(
         self, where: str, q: Tensor, k: Tensor, requests: int, cu_seqlens_q: Tensor | None = None
     ) -> ScaleFactors:
-        """Factors for the query ``q [rows, num_heads, head_dim]`` of so many requests.
+        """Factors for ``q``. A scale per request and KV head becomes a scale per query row and query head.
 
-        Without ``cu_seqlens_q``, requests have equal numbers of rows.
-
-        ``k [..., num_kv_heads, head_dim]``, of the dtype of the values. A scale of several values becomes one of each
-        row and query head.
+        Args:
+            q: ``[rows, num_heads, head_dim]``.
+            k: ``[..., num_kv_heads, head_dim]``, of the dtype of the values.
+            cu_seqlens_q: int ``[requests + 1]``; None if all requests have equal numbers of rows.
         """
         scales = [scale if t.dtype in FP8 else None for scale, t in zip(self, (q, k, k), strict=True)]
         if not any(scale is not None for scale in scales):
@@ -149,7 +149,7 @@ class Descales(NamedTuple):
             if not isinstance(scale, Tensor) or scale.dim() == 0:
                 continue
             by_head = scale.to(q.device, torch.float32).repeat_interleave(num_heads // max(1, num_kv_heads), 1)
-            if by_head.shape[1] != num_heads:  # which the op refuses
+            if by_head.shape[1] != num_heads:  # the op refuses these heads
                 logits[name] = None
             elif cu_seqlens_q is None:
                 logits[name] = by_head.repeat_interleave(rows // max(1, requests), 0)
@@ -164,7 +164,7 @@ _NO_FACTORS = ScaleFactors()
 
 
 def _check_positive(where: str, name: str, scale: Scale) -> None:
-    """Numbers, and the contents of a tensor that is :func:`~attn_ops.plan.page_table.seen`, are positive."""
+    """Raise unless the number, or contents that are :func:`~attn_ops.plan.page_table.seen`, are positive."""
     if isinstance(scale, Tensor):
         check_real(where, name, scale)
         numbers = scale.flatten().tolist() if seen(scale) else []

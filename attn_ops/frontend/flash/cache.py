@@ -1,4 +1,4 @@
-"""Calls of FlashAttention's functions over a KV cache: their batches, the plans of these, and the ops that run them."""
+"""Calls of FlashAttention's functions over a KV cache: their batches, plans and ops."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from attn_ops.symbolic_sizes import has_static_value
 
 
 class CacheLengths(NamedTuple):
-    """Lengths of the requests of a batch in their cache.
+    """Tokens of each request in its cache, before an append.
 
-    seqlens     int ``[batch]``, or one number for all; None for the whole capacity. Of tokens before an append
-    cumulative  int ``[batch + 1]``: lengths as differences, in the place of ``seqlens``
-    name        of the argument ``seqlens``
+    seqlens     int ``[batch]``, or one number for all requests; None for the whole capacity
+    cumulative  int ``[batch + 1]``, whose differences are the lengths, in the place of ``seqlens``
+    name        name of the argument ``seqlens``
     """
 
     seqlens: Tensor | int | None
@@ -69,7 +69,7 @@ class CacheLengths(NamedTuple):
         return (self.seqlens if isinstance(self.seqlens, Tensor) else None, self.cumulative)
 
     def before(self, where: str, batch: int, capacity: int, device: torch.device, table: str | None = None) -> Tensor:
-        """int32 ``[batch]`` on ``device``. Numbers on the host are checked against ``capacity``, that of ``table``."""
+        """int32 ``[batch]`` on ``device``. Lengths on the host are checked against the ``capacity`` of ``table``."""
         if self.cumulative is not None:
             given: Tensor = index(where, "cu_seqlens_k", self.cumulative).diff()
             return lengths(where, "cu_seqlens_k", given, batch, device, capacity, table)
@@ -86,19 +86,19 @@ class CacheLengths(NamedTuple):
 class CacheBatch(NamedTuple):
     """A batch over a KV cache, as ``flash_attn_with_kvcache`` describes it.
 
-    spec             what to plan for, by the pages of the cache
+    spec             what to plan for, with the page size of the cache
     table            int ``[batch, pages]``, the block table; None for a dense cache, whose rows are pages
     requests         number of requests
     lengths          tokens in the cache
     rows             query rows of the batch
     cu_seqlens_q     int ``[batch + 1]``; None for the same number of rows per request
     appended         new tokens of the batch
-    cu_new           int ``[batch + 1]``: their cumulative numbers; None for the same number per request
+    cu_new           int ``[batch + 1]``: cumulative new tokens; None for the same number per request
     cache_pages      pages, or rows of a dense cache, that ``table`` may name
     cache_batch_idx  int ``[batch]``: the row of the table, or of the dense cache, of each request; None: in order
-    leftpad          int ``[batch]``: the place of a request's first token; None: 0
-    chunk            keys of a chunk, to whose rows alone they are visible; 0: all
-    table_name       of the argument that ``table`` is; None for a dense cache
+    leftpad          int ``[batch]``: the index of a request's first token in its cache; None: 0
+    chunk            keys of a chunk; a row sees the keys of its own chunk alone; 0: no chunks
+    table_name       name of the argument ``table``; None for a dense cache
     """
 
     spec: PlanSpec
@@ -123,7 +123,7 @@ class CacheBatch(NamedTuple):
 
     @property
     def _given(self) -> tuple[bool, bool, bool]:
-        """Which tensors say where the requests are."""
+        """Whether there are a block table, ``cache_batch_idx`` and left padding."""
         return self.table is not None, self.cache_batch_idx is not None, self.leftpad is not None
 
     def block_table(self, where: str) -> Tensor:
@@ -155,6 +155,7 @@ class CacheBatch(NamedTuple):
         return uniform_indptr(self.requests, self.rows // max(1, self.requests), self.device)
 
     def make(self, where: str) -> SchedulerMetadata:
+        """The plan of the batch, and where its new tokens are appended."""
         positive(where, page_size=self.spec.page_size)
         table = self.block_table(where)
         capacity, new = table.shape[1] * self.spec.page_size, nothing_appended(self.device)
@@ -162,7 +163,7 @@ class CacheBatch(NamedTuple):
         after, spec = self.after(where, capacity), self.spec
         if self.form.by_tokens:
             table, spec = by_token(table, spec.page_size), spec._replace(page_size=1)
-        held = after  # the op page_table holds it to the table
+        held = after  # the op page_table limits lengths to the table
         if self.leftpad is not None or self.chunk:
             held = after.clamp(max=capacity)
         if self.leftpad is not None:
@@ -182,14 +183,14 @@ class CacheBatch(NamedTuple):
         return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new, *pages)
 
     def unplanned(self, **missing: int) -> SchedulerMetadata:
-        """Metadata that lacks what these fields of the form name: each call plans for its own."""
+        """Metadata with an empty plan: each call plans for itself. ``missing``: the form's flags that say why."""
         table = torch.empty((self.requests, 0), dtype=torch.int32, device=self.device)
         qo_indptr = None if self.spec.decode else uniform_indptr(self.requests, 0, self.device)
         plan = BlockTables(self.spec, table, table.new_zeros(self.requests), qo_indptr, self.rows).plan()
         return SchedulerMetadata.without_append(plan, self.form._replace(**missing), self.device)
 
     def after(self, where: str, capacity: int) -> Tensor:
-        """int32 ``[batch]``: the lengths after the append, which are checked on the host."""
+        """int32 ``[batch]``: the lengths after the append. Lengths on the host are checked."""
         before = self.lengths.before(where, self.requests, capacity, self.device, self.table_name)
         if not self.appended:
             return before
@@ -197,7 +198,10 @@ class CacheBatch(NamedTuple):
         return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity, self.table_name)
 
     def has_capacity(self, where: str) -> bool:
-        """Whether the cache has capacity for the append, unless lengths are on a GPU. Longer caches are an error."""
+        """Whether the cache has capacity for the append. Lengths on a GPU are not read.
+
+        Lengths before the append that exceed the capacity are an error.
+        """
         capacity = self.spec.page_size * (1 if self.table is None else self.table.shape[-1])
         given = [t for t in (*self.lengths.tensors(), self.cu_new) if t is not None]
         if not self.appended or is_traced() or not all(map(seen, given)):
@@ -207,9 +211,9 @@ class CacheBatch(NamedTuple):
         return bool((before + host.new_indptr(where).diff() <= capacity).all())
 
     def check_places(self, where: str) -> None:
-        """A table on the host names pages of the cache, as far as tokens of known lengths are there.
+        """Raise unless the table names pages of the cache for all tokens, if table and lengths are on the host.
 
-        In every call: layers share a plan, and their caches may have different sizes.
+        This is checked in every call: layers share a plan, and their caches may have different sizes.
         """
         given = [t for t in (*self._tensors(), *self.lengths.tensors()) if t is not None]
         if not any(self._given) or is_traced() or not all(map(seen, given)):
@@ -231,7 +235,7 @@ class CacheBatch(NamedTuple):
         check_block_table(where, name, table, after[:, None], self.spec.page_size, self.cache_pages, padding)
 
     def _check_leftpad(self, where: str, host: CacheBatch) -> Tensor:
-        """int32 ``[batch, 1]`` on the host: padding, which ends where the cache does at the latest."""
+        """int32 ``[batch, 1]`` on the host: the left padding, which must not be longer than ``cache_seqlens``."""
         if self.leftpad is None:
             return torch.zeros(1, 1, dtype=torch.int32, device=host.device)
         leftpad = lengths(where, "cache_leftpad", self.leftpad, self.requests, host.device)
@@ -264,13 +268,13 @@ class CacheBatch(NamedTuple):
         )
 
     def _check_number(self, where: str, capacity: int) -> None:
-        """A number of tokens is on the host, where the lengths after an append may not be."""
+        """Raise for a number of tokens that exceeds ``capacity`` after the append, even if tensors are on a device."""
         after = self._overflow(capacity)
         if after:
             too_long(where, after, capacity, self.table_name)
 
     def _overflow(self, capacity: int) -> int:
-        """Tokens after an append beyond the capacity of a cache; 0 if there are none, or no number says how many."""
+        """Tokens after the append if the append exceeds ``capacity``; 0 if it does not, or if no number gives them."""
         seqlens = self.lengths.seqlens
         if not isinstance(seqlens, int) or self.cu_new is not None:
             return 0
@@ -280,12 +284,12 @@ class CacheBatch(NamedTuple):
     def metadata(self, where: str, given: SchedulerMetadata | None) -> Found:
         """``given``, which is checked, or shared or new metadata.
 
-        Metadata that was made without a table of this call is of no use to it: its results do not depend on it.
+        Given metadata that was made without a table of this call is ignored.
         """
         if given is not None:
             made = check_given(where, given, self.form, self.spec.decode)
             known = BatchForm.of(made)
-            if not known.plans_for_others(self.form):
+            if not known.lacks_plan_for(self.form):
                 checked = GivenMetadata(
                     where,
                     made.plan.kv_indptr.shape[0] - 1 if self.chunk else self.requests,
@@ -318,7 +322,10 @@ def _token_pages(where: str, name: str, cache: Tensor) -> Tensor:
 
 
 def has_symbolic_pages(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether a graph is for pages of any size, which kernels are compiled for. They may be taken apart into tokens."""
+    """Whether the page size is symbolic in a traced graph, and pages can be viewed as pages of one token.
+
+    Kernels are compiled for a page size.
+    """
     if not is_compiling():
         return False
     if has_static_value(k_cache.shape[1]) or k_cache.shape[:2] != v_cache.shape[:2]:
@@ -358,10 +365,10 @@ class CacheArguments(NamedTuple):
 
 
 class CacheTensors(NamedTuple):
-    """What a call attends to, as its op takes it, and what it appends.
+    """The tensors of a call, as its op takes them, and the tokens that it appends.
 
-    queries  ``[rows, num_heads, head_dim]``, one, or the two of MLA
-    caches   keys and values, NHD; of MLA latents and rotary keys, of 3 dimensions
+    queries  one query ``[rows, num_heads, head_dim]``, or the two parts of an MLA query
+    caches   keys and values, NHD; for MLA latents and rotary keys, ``[pages, page_size, head_dim]``
     new      tokens to append to each cache, ``[appended, ...]``
     """
 
@@ -399,6 +406,7 @@ class CacheTensors(NamedTuple):
         return width, self.caches[0 if self.op == "batch_mla" else 1].shape[-1]
 
     def append(self, metadata: SchedulerMetadata) -> OpCall | None:
+        """The call that appends the new tokens, None without new tokens."""
         if self.new is None:
             return None
         op = "append_mla_kv" if self.op == "batch_mla" else "append_kv"

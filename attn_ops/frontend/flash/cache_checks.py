@@ -22,7 +22,7 @@ def one_of(where: str, **given: Any) -> tuple[str, Any]:
 
 
 def check_tables(where: str, name: str, table: Tensor | None, **by_request: Tensor | None) -> None:
-    """The rank of a block table, and of tensors ``[batch]``."""
+    """Check the ranks of a block table, and of tensors ``[batch]``."""
     if table is not None:
         ranked(where, name, table, "[batch, max_pages_per_sequence]")
     for other, t in by_request.items():
@@ -40,7 +40,10 @@ def check_requests(
     *,
     planned: bool,
 ) -> None:
-    """Each request has a row of the table or of the dense cache; of the cache it is not known if ``planned``."""
+    """Raise unless each request has a row of the table or of the dense cache.
+
+    ``planned``: the call has metadata, whose plan knows the rows of a dense cache.
+    """
     name, rows_of = (table_name, table) if cache_batch_idx is None else ("cache_batch_idx", cache_batch_idx)
     if rows_of is not None:
         if rows_of.shape[0] != requests:

@@ -1,9 +1,7 @@
-"""Calls of FlashAttention's functions: their result, and those without a KV cache with their batches and plans."""
+"""Calls of FlashAttention's functions: the form of results, and the calls without a KV cache."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
-from attn_ops.symbolic_sizes import at_most
+from attn_ops.symbolic_sizes import at_most, decide
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
 VARLEN = "[tokens, num_heads, head_dim]"
@@ -36,7 +34,7 @@ PAGED_CACHE = "[pages, page_size, num_kv_heads, head_dim]"
 
 
 class Result(NamedTuple):
-    """The form of a result. ``shape`` of a dense query is ``(batch, seqlen)``, of others None."""
+    """The form of a result. ``shape`` is ``(batch, seqlen)`` for a dense query, None for a packed one."""
 
     shape: tuple[int, int] | None
     return_lse: bool
@@ -62,11 +60,11 @@ class Result(NamedTuple):
 
 
 class FlashCall(NamedTuple):
-    """A call whose plan, if any, exists.
+    """A call that is planned, or needs no plan.
 
-    views   those of :class:`OpCall`
-    append  is made before it
-    found   the plan
+    views   views of the arguments, as in :class:`OpCall`
+    append  the call that appends new tokens first
+    found   the plan, and how later calls find theirs
     """
 
     call: AttentionCall
@@ -76,25 +74,26 @@ class FlashCall(NamedTuple):
     found: Found | None = None
 
     def execute(self) -> Any:
-        if self.append is None:
+        append = self.append
+        if append is None:
             return self.result.of(self.call.execute())
-        return self.result.of(self.call.execute_after(functools.partial(_append, self.append)))
+        return self.result.of(self.call.execute_after(lambda: call_op(append.op, *append.args, **append.kwargs)))
 
     def op_call(self) -> OpCall:
         op_call = self.call.op_call() if self.found is None else FoundCall(self.call, self.found).op_call()
-        finalize = op_call.finalize
+        finalize, result = op_call.finalize, self.result
         assert finalize is not None
         return op_call._replace(
-            finalize=functools.partial(_finalize, finalize, self.result),
+            finalize=lambda *outputs: result.of(finalize(*outputs)),
             views=self.views,
             before=() if self.append is None else (self.append,),
         )
 
 
 class ProbabilitiesCall(NamedTuple):
-    """A call with LSE whose result is that of FlashAttention 2's ``return_attn_probs``: ``(out, lse, None)``.
+    """A call with LSE that returns ``(out, lse, None)``, as FlashAttention 2 with ``return_attn_probs``.
 
-    The probabilities, which are for tests and exist with dropout alone, are never stored.
+    FlashAttention 2 returns probabilities with dropout alone, for tests.
     """
 
     call: Executable
@@ -109,19 +108,11 @@ class ProbabilitiesCall(NamedTuple):
         return found._replace(finalize=lambda *outputs: (*finalize(*outputs), None), destinations=None)
 
 
-def _append(append: OpCall) -> None:
-    call_op(append.op, *append.args, **append.kwargs)
-
-
-def _finalize(finalize: Callable[..., Any], result: Result, *outputs: Tensor) -> Any:
-    return result.of(finalize(*outputs))
-
-
 # -------------------------------------------------------------------------------------------------- without a KV cache
 
 
 def check_heads(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> None:
-    """Heads of ``[..., heads, head_dim]`` have elements, and those of ``k`` divide those of ``q`` evenly."""
+    """Raise for ``[..., heads, head_dim]`` without elements, or KV heads that do not divide the query heads evenly."""
     latent = 0 if qv is None else qv.shape[-1]
     positive(where, num_heads=q.shape[-2], head_dim=q.shape[-1] + latent, head_dim_v=v.shape[-1])
     check_groups(where, q.shape[-2], k.shape[-2])
@@ -154,7 +145,7 @@ def with_latents(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None)
 def ragged_plan(
     spec: PlanSpec, qo_indptr: Tensor, kv_indptr: Tensor, rows: int, keys: int, max_kv_len: int, chunk: int
 ) -> DecodePlan | PrefillPlan:
-    """The plan of a batch over ragged keys, of which a row sees its chunk alone, if there are chunks."""
+    """The plan of a batch over ragged keys. With ``chunk`` a row sees the keys of its own chunk alone."""
     if chunk:
         qo_indptr, kv_indptr = ragged_chunks(qo_indptr, kv_indptr, chunk, keys)
         max_kv_len = at_most(max_kv_len, chunk)
@@ -194,7 +185,7 @@ def dense_attention(
     views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k, batch)
     spec = ragged_spec(q, k, v, options)
-    if batch == 1 and not chunk and not splits_pay(spec, q_len, kv_len, device):
+    if decide(batch == 1) and not chunk and not splits_pay(spec, q_len, kv_len, device):
         return FlashCall(unplanned_call(where, rows, options, result.spec(q), scales), result, views)
 
     def make() -> DecodePlan | PrefillPlan:

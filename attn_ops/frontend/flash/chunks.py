@@ -1,7 +1,7 @@
-"""Batches that left padding and chunks divide anew, as index arithmetic on the device. It traces.
+"""Batches with left padding or chunks as batches without, by index arithmetic on the device, which traces.
 
-left padding    a request begins at a token within a page: its table names places of one token each
-chunks          a row sees its own chunk of keys alone: each chunk is a request of its own, with the rows in it
+left padding    a request begins at a token within a page: its page table has pages of one token
+chunks          a row sees its own chunk of keys alone: each chunk becomes a request, with the rows in it
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def without_padding(tokens: Tensor, leftpad: Tensor) -> Tensor:
 class Chunks(NamedTuple):
     """A request per chunk. Row i of a request has position ``i + kv_len - qo_len``, as for a causal mask.
 
-    request    int64 ``[chunks]``: the request that a chunk is of
-    number     int64 ``[chunks]``: of the chunk in it; -1 has the rows before the first key
-    qo_indptr  int32 ``[chunks + 1]``: the rows in each
-    kv_ends    int64 ``[chunks]``: the key of the request after the last of the chunk
+    request    int64 ``[chunks]``: the request of each chunk
+    number     int64 ``[chunks]``: the index of a chunk in its request; chunk -1 has the rows before the first key
+    qo_indptr  int32 ``[chunks + 1]``: cumulative query rows of the chunks
+    kv_ends    int64 ``[chunks]``: the end of a chunk's keys, an index of the request's keys
     """
 
     request: Tensor
@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, qo_indptr: Tensor, kv_lens: Tensor, chunk: int, bound: int, all_keys: bool) -> Chunks:
-        """Chunks of ``chunk`` keys each; ``bound`` is at least their number. Those beyond it have no rows and no keys.
+        """``bound`` chunks, at least as many as there are, of ``chunk`` keys. Excess chunks have no rows and no keys.
 
         ``all_keys``: also chunks without rows, so that the chunks of a request have all its keys.
         """

@@ -21,11 +21,11 @@ class SchedulerMetadata(NamedTuple):
     """The plan of a batch, and the places of the tokens that the step appends. All int32, on the query's device.
 
     plan           a :class:`~attn_ops.DecodePlan` or :class:`~attn_ops.PrefillPlan`
-    form           ``[0, *BatchForm]``: no data; the shape says what batch this is for
+    form           ``[0, *BatchForm]``: no data; the shape is the form of the batch
     batch_indices  ``[appended tokens]``: the request of each token
-    positions      ``[appended tokens]``: its position
-    kv_indices     page table of the appended tokens, where the requests of the plan are chunks; else empty: the plan's
-    kv_indptr      offsets of each request in it
+    positions      ``[appended tokens]``: the position of each token
+    kv_indices     page table of the appended tokens if the plan's requests are chunks; else empty: the plan has it
+    kv_indptr      offsets of each request in ``kv_indices``
     """
 
     plan: DecodePlan | PrefillPlan
@@ -50,16 +50,19 @@ torch.serialization.add_safe_globals([SchedulerMetadata])
 
 
 class BatchForm(NamedTuple):
-    """What a plan's own shapes do not tell exactly: sizes of its batch and of the cache's pages, and what it knows.
+    """Sizes of a batch that the shapes of its plan do not give exactly, and flags, 0 or 1.
 
-    page_size    of the cache, 0 without one. The plan's pages are of one token if requests begin within pages
-    table        1 if the cache has a block table, else 0; so are the others
-    cache_rows   it has ``cache_batch_idx``
-    leftpad      it has ``cache_leftpad``
-    lacks_table  only the calls have the block table
-    unplanned    only the calls have totals of varlen tensors, or the append is beyond the capacity of the cache
+    rows         query rows of the batch
+    appended     new tokens of the batch
+    chunk        keys of a chunk, 0 without chunks
+    page_size    of the cache, 0 without a cache. Pages of the plan have one token if requests begin within pages
+    table        the metadata was made with a block table
+    cache_rows   with ``cache_batch_idx``
+    leftpad      with ``cache_leftpad``
+    lacks_table  for a paged cache, without its block table
+    unplanned    without the totals of varlen tensors, or for an append beyond the capacity of the cache
 
-    These are sizes of a tensor: graphs keep 0 and 1.
+    The fields are sizes of a tensor. Of sizes 0 and 1 a graph is specialized.
     """
 
     requests: int
@@ -77,8 +80,8 @@ class BatchForm(NamedTuple):
     def of(cls, metadata: SchedulerMetadata) -> BatchForm:
         return cls(*metadata.form.shape[1:])
 
-    def plans_for_others(self, batch: BatchForm) -> bool:
-        """Whether calls of ``batch`` plan for themselves: what they append, or where, the metadata does not know."""
+    def lacks_plan_for(self, batch: BatchForm) -> bool:
+        """Whether calls of ``batch`` must plan for themselves: the metadata lacks a table, or what they append."""
         known = (self.table, batch.table), (self.cache_rows, batch.cache_rows), (self.leftpad, batch.leftpad)
         one_appends = (self.appended == 0) != (batch.appended == 0)
         return bool(self.unplanned) or any(made < wanted for made, wanted in known) or one_appends
@@ -121,7 +124,7 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             "pass it",
         )
     for name, size, wanted in zip(_FORM, made, form, strict=False):
-        if size != wanted and not made.plans_for_others(form):
+        if size != wanted and not made.lacks_plan_for(form):
             fail(
                 PlanError,
                 where,
@@ -145,11 +148,11 @@ _FORM = {
 
 
 class GivenMetadata(NamedTuple):
-    """Metadata that a call was given, whose pages are checked in each call if they are on the host.
+    """Checks the pages of metadata that a call is given, in each call, if they are on the host.
 
-    requests  of the metadata that the call reads
-    pages     of the cache
-    unread    lengths and tables of the call that the metadata takes the place of
+    requests  requests of the metadata's plan that the call reads
+    pages     pages of the cache
+    unread    lengths and tables of the call that are not read, since the metadata replaces them
     """
 
     where: str
@@ -163,7 +166,7 @@ class GivenMetadata(NamedTuple):
             check_indices(made.plan.kv_indices[:used], self.pages, self.where)
 
     def lookup(self, metadata: SchedulerMetadata) -> Lookup:
-        """How later calls, on the CPU, take theirs from their arguments."""
+        """How later calls on the CPU find the tensors of their metadata among their arguments."""
         found, kind, given = flatten_tensors((metadata,)), type(metadata.plan), self._replace(unread=())
         size = len(metadata.plan)
 

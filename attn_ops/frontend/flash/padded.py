@@ -17,12 +17,12 @@ from attn_ops.plan.page_table import offsets, seen
 
 
 class Used(NamedTuple):
-    """The first ``seqused[b]`` tokens of each sequence b, without those behind them.
+    """The used tokens: the first ``seqused[b]`` tokens of each sequence b, packed.
 
     cu_seqlens  int32 ``[batch + 1]``: cumulative used tokens
-    source      int64 ``[tokens]``: the token of each used one; any behind the last
-    place       int64 ``[tokens]``: the used token of each
-    used        bool ``[tokens]``
+    source      int64 ``[tokens]``: for each used token its index among all tokens; arbitrary behind the last used one
+    place       int64 ``[tokens]``: for each token its index among the used tokens; arbitrary if it is not used
+    used        bool ``[tokens]``: whether a token is used
     """
 
     cu_seqlens: Tensor
@@ -51,7 +51,7 @@ class Used(NamedTuple):
         last, of_packed, of_token = max(0, tokens - 1), sequence(packed), sequence(begins)
         source = (begins[of_packed] + token - packed[of_packed]).clamp(0, last)
         number = token - begins[of_token]
-        padded = torch.nn.functional.pad(used, (0, 1))  # tokens behind the last sequence are of one without any
+        padded = torch.nn.functional.pad(used, (0, 1))  # tokens behind the last sequence are not used
         place = (packed[of_token] + number).clamp(0, last)
         return cls(packed, source.long(), place.long(), number < padded[of_token])
 
@@ -66,7 +66,7 @@ class Used(NamedTuple):
         return tuple(None if t is None else t[self.source] for t in tensors.values())
 
     def spread(self, result: Any, return_lse: bool, out: Tensor | None) -> Any:
-        """The results of all rows, from those of used rows, which ``out`` may hold: 0 and -inf for the others."""
+        """The results of all rows from those of used rows, which may be in ``out``. Unused rows get 0 and -inf."""
         packed, lse = result if return_lse else (result, None)
         bits = packed.view(torch.uint8) if packed.dtype in FP8 else packed  # bits of 0 are 0
         spread = torch.where(self.used[:, None, None], bits[self.place], 0).view(packed.dtype)

@@ -64,7 +64,7 @@ class Rotary(NamedTuple):
         return cls(cos.to(device), sin.to(device), interleaved)
 
     def check(self, where: str, positions: Tensor) -> None:
-        """Raise if positions on the host are beyond the tables. Others are limited to the last row."""
+        """Raise if positions on the host are beyond the tables. Positions on a device are clamped to the last row."""
         rows = self.cos.shape[0]
         if seen(positions) and positions.numel() and int(positions.max()) >= rows:
             fail(
@@ -100,10 +100,10 @@ def rotate(
     lengths_before: CacheLengths,
     options: AttentionOptions,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The query rows, and the new keys with their values, at their positions.
+    """Rotate the query and the new keys. Returns the rotated query, and the rotated keys with their values.
 
-    Those of a request begin at ``lengths_before``. Row i of the query has position ``start + i`` where a mask compares
-    positions; otherwise all rows have position ``start``.
+    New tokens of a request have positions from its length in ``lengths_before`` on. Row i of the query has the position
+    of new token i if a mask compares positions; otherwise all rows have the position of new token 0.
     """
     ((k, v),) = required(where, k=new)
     if k.shape[-1] != k_cache.shape[-1]:

@@ -58,20 +58,19 @@ def get_scheduler_metadata(
     Args:
         batch_size: requests.
         max_seqlen_q: query rows of each request, unless ``cu_seqlens_q``, int ``[batch + 1]``, gives them; ``total_q``
-            are then the rows of ``q``. Without ``total_q`` each call plans for its own.
+            are then the rows of ``q``. Without ``total_q`` each call plans for itself.
         max_seqlen_k: the size ``seqlen_cache`` of a dense cache; without effect for a paged one.
         headdim, headdim_v: of the keys and the values. ``has_qv``: for calls with ``qv`` of ``headdim_v``.
         cache_seqlens: tokens in the cache before the append, int ``[batch]`` or a number; None for a full cache.
         max_seqlen_k_new: tokens that each request appends, unless ``cu_seqlens_k_new``, int ``[batch + 1]``, gives
-            them; ``total_k_new`` are then the rows of ``k``. Without it each call plans for its own, as do calls that
-            append nothing where the metadata is for an append, which the cache need not hold, and calls that append
-            where it is for none.
-        page_size, block_table: of a paged cache: a plan holds the page table, which FlashAttention's metadata does not.
-            Without it each call plans for its own. ``page_table`` is another name of ``block_table``.
-        cache_batch_idx, cache_leftpad, attention_chunk: those of the calls.
-        causal, window_size: those of the calls, or less restrictive.
-        device: of the plan; default that of the tensors among the arguments, else PyTorch's default.
-        qkv_dtype: dtype of the cache. A plan for an FP8 one serves any, and is faster for it.
+            them; ``total_k_new`` are then the rows of ``k``. Each call plans for itself without ``total_k_new``, if the
+            append exceeds the capacity of the cache, and if either the metadata or the call is without an append.
+        page_size, block_table: of a paged cache. A plan has the page table, which FlashAttention's metadata does not.
+            Without ``block_table`` each call plans for itself. ``page_table`` is another name of ``block_table``.
+        cache_batch_idx, cache_leftpad, attention_chunk: as in the calls.
+        causal, window_size: as in the calls, or less restrictive.
+        device: device of the plan; default that of the tensors among the arguments, else PyTorch's default.
+        qkv_dtype: dtype of the cache. A plan for an FP8 cache serves caches of any dtype, and is faster for FP8.
         has_softcap, num_splits, pack_gqa, sm_margin: without effect.
     """
     where = "get_scheduler_metadata"
@@ -133,7 +132,7 @@ def get_scheduler_metadata(
 
 
 def _total(batch_size: int, each: int, cu_seqlens: Tensor | None, total: int | None) -> int | None:
-    """Rows of the batch: ``total``, or ``each`` of every request. None if only the contents of ``cu_seqlens`` say."""
+    """Rows of the batch: ``total``, or ``each`` per request. None if the contents of ``cu_seqlens`` decide."""
     if total is not None:
         return total
     return batch_size * each if cu_seqlens is None else None

@@ -1,8 +1,8 @@
-"""One contract for real and fake: every op's arguments are checked here, with the same words.
+"""The checks of every op's arguments, the same with the same messages for real and fake calls.
 
 ``CHECKS[op](*args, **kwargs)`` takes the op's arguments, raises a typed error before anything is written, and returns
-the :class:`~attn_ops.ops.backends.Problem` from which a backend is chosen. Only shapes, strides, dtypes and devices are
-looked at, never contents: that is the validating planner's work (:mod:`attn_ops.plan.page_table_checks`).
+the :class:`~attn_ops.ops.backends.Problem` from which a backend is chosen. Checks read shapes, strides, dtypes and
+devices. They never read contents, which ``plan(validate=True)`` checks (:mod:`attn_ops.plan.page_table_checks`).
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ def _attention(
     options: AttentionOptions,
     names: tuple[str, str] = ("k", "v"),
 ) -> Problem:
-    """The checks of every attention op once its keys and values are well formed; ``page_size`` 0: no pages.
+    """The checks of every attention op after those of its keys and values. Returns the problem.
 
-    ``names``: the arguments that ``k`` and ``v`` are.
+    ``page_size`` is 0 without pages. ``names`` are the op's names of ``k`` and ``v``.
     """
     op.heads(int(q.shape[1]), num_kv_heads)
     op.size(names[0], "head_dim", int(k.shape[-1]), int(q.shape[2]), "q")
@@ -81,7 +81,7 @@ def _planned(
     workspace: Tensor,
     options: AttentionOptions,
 ) -> tuple[Plan, Problem]:
-    """The plan, which must be one for this problem, and its workspace large enough; and the problem as planned."""
+    """Check that the plan is for this problem and the workspace is large enough. Returns the plan and the problem."""
     typed = op.plan(plan, kind, q)
     if kind is PrefillPlan:
         op.limit("q_nope" if op.name == "batch_mla" else "q", "query rows", q.shape[0], MAX_QUERY_ROWS)
@@ -142,7 +142,7 @@ def batch_prefill(
 
 
 def _dense_kv(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> int:
-    """The KV heads of checked keys and values that are not paged."""
+    """Check the query, and keys and values that are not paged. Returns the number of KV heads."""
     op.layout(kv_layout)
     dims = "[nnz_kv, num_kv_heads, head_dim]" if kv_layout == "NHD" else "[num_kv_heads, nnz_kv, head_dim]"
     op.tensor("q", q, "[nnz_qo, num_qo_heads, head_dim]", (*FLOATS, QUERY), None)
@@ -230,7 +230,10 @@ def block_sparse_prefill(
 
 
 def _of_matrix(op: OpChecker, planned: PlanProblem, tokens: int, causal: bool) -> None:
-    """A sparse planner's plan is for one number of keys, and causal or not. Wrappers, whose plans vary, check both."""
+    """Raise unless a sparse planner's plan is for this number of keys and for ``causal``.
+
+    Plans of wrappers have no ``matrix_keys``: the wrappers check both.
+    """
     if not planned.matrix_keys:
         return
     if tokens != planned.matrix_keys:

@@ -28,7 +28,7 @@ from attn_ops.ops.backends import MemoryLayout
 from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, PAGED_DIMS, AttentionOptions, bounded
 from attn_ops.plan.plan_checks import check_groups, check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
-from attn_ops.symbolic_sizes import guard_or_false
+from attn_ops.symbolic_sizes import guard_or_false, holds
 from attn_ops.typed import check_no_overlap
 
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
@@ -38,7 +38,7 @@ PLAN_RANKS = {"problem": len(PlanProblem._fields) + 1, "work": 2, "split_tiles":
 
 
 class OpChecker:
-    """The checks of one call, each naming the op in its message."""
+    """The checks of a call of the op ``name``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class OpChecker:
         fail(error, self.name, what, expected, fix)
 
     def tensor(self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None) -> None:
-        """Rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
+        """Check rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
         if t is None:  # PyTorch's schemas let it through
             self.fail(ArgumentError, f"{name} is None", f"a tensor {dims}", f"pass {name}")
         rank = dims.count(",") + 1
@@ -72,33 +72,33 @@ class OpChecker:
             )
 
     def indptr(self, name: str, t: Tensor, dims: str, like: Tensor | None) -> None:
-        """Cumulative lengths, of which there is one more than of what they are the lengths of."""
+        """Check cumulative lengths: there is an element even without requests."""
         self.tensor(name, t, dims, (torch.int32,), like)
         if not t.shape[0]:
             self.fail(ShapeError, f"{name} is [0]", f"{dims}, which is [1] where there are none", "pass one 0")
 
     def size(self, name: str, dim: str, actual: int, expected: int, source: str) -> None:
-        if actual != expected:
+        if not holds(actual == expected):
             self.fail(ShapeError, f"{name} has {dim} {actual}", f"{expected} as in {source}", "make the two agree")
 
     def capacity(self, needed: int, capacity: int, what: str, expected: str, fix: str) -> None:
-        """``needed`` is at most ``capacity``. The texts have ``{needed}`` and ``{capacity}`` in the place of both."""
-        if needed > capacity:
+        """Raise if ``needed`` exceeds ``capacity``. The texts have ``{needed}`` and ``{capacity}`` in their place."""
+        if not holds(needed <= capacity):
             texts = (text.format(needed=needed, capacity=capacity) for text in (what, expected, fix))
             self.fail(CapacityError, *texts)
         size_guards.note_capacity(needed, capacity, f"{self.name}: {what}; expected {expected}; {fix}")
 
     def limit(self, name: str, dim: str, size: Any, most: int) -> None:
-        """``size`` is at most ``most``. Export does not narrow the range of a dynamic size; its packages check it."""
+        """Raise if ``size`` exceeds ``most``. Of a dynamic size an export has no guard; its package checks it."""
         guarded = type(size) is int or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
         seen = size if guarded else size.node.hint
         what, expected, fix = f"{name} has {{needed}} {dim}", "at most {capacity}", "pass fewer at a time"
-        if seen is not None and seen > most:
+        if seen is not None and not holds(seen <= most):
             self.fail(CapacityError, what.format(needed=size), expected.format(capacity=most), fix)
         size_guards.note_capacity(size, most, f"{self.name}: {what}; expected {expected}; {fix}")
 
     def no_overlap(self, name: str, t: Tensor) -> None:
-        """Elements of ``t``, which are written, have memory of their own."""
+        """Raise if elements of ``t``, which is written, share memory."""
         check_no_overlap(self.name, name, t, "not an expanded tensor")
 
     def no_grad(self, **tensors: Tensor | None) -> None:
@@ -123,7 +123,7 @@ class OpChecker:
             self.tensor("mask", o.mask, "[bytes]", (torch.uint8,), q)
 
     def kv_dtype(self, **tensors: Tensor) -> None:
-        """The dtypes of the query and the two tensors that it attends to, by name."""
+        """Check the dtypes of the query, the keys and the values, in this order and by name."""
         (query, q), (first, k), (second, v) = tensors.items()
         if k.dtype != v.dtype:
             self.fail(
@@ -188,7 +188,7 @@ class OpChecker:
                 )
 
     def covered(self, plan: DecodePlan | PrefillPlan, o: AttentionOptions) -> None:
-        """The plan leaves out no key that the call may see."""
+        """Raise if the plan leaves out keys that the call may see."""
         planned = PlanProblem.of(plan.problem)
         if planned.window and not 0 <= o.window_left < planned.window:
             self.fail(
@@ -222,7 +222,7 @@ class OpChecker:
         )
 
     def without_sinks(self, plan: DecodePlan | PrefillPlan, o: AttentionOptions) -> None:
-        """A call on the keys of one of several ranks has no sinks."""
+        """Raise if a call over the keys of one of several ranks has sinks."""
         world = PlanProblem.of(plan.problem).world
         if world > 1 and o.sinks is not None:
             self.fail(
@@ -250,13 +250,13 @@ MAX_STRIDE_BYTES = 1 << 40
 """Exclusive bound on the strides of a tensor map."""
 
 MAX_JOINED_ELEMENTS = ALIGNMENT // 2 * MAX_COORDINATE
-"""Elements of 16 bits that one coordinate reaches in the smallest steps, of 16 bytes."""
+"""Exclusive bound on the 16-bit elements that one coordinate reaches in steps of 16 bytes, the smallest steps."""
 
 
 def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> MemoryLayout:
-    """The memory of a call on CUDA.
+    """The memory layout of a call on CUDA.
 
-    A fake tensor has no address, and symbolic sizes are left to the run: what is not known to fail is taken to hold.
+    What is not known, such as the address of a fake tensor or a condition on symbolic sizes, is taken to hold.
     """
     if not queries[0].is_cuda:
         return MemoryLayout()
@@ -274,7 +274,7 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> Memory
         )
 
     def unjoinable(t: Tensor) -> bool:
-        # The steps are the common divisor of both strides: a head's columns, usually.
+        # A step is the common divisor of both strides: usually the columns of a head.
         elements = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
         return guard_or_false(elements >= MAX_JOINED_ELEMENTS)
 
@@ -286,7 +286,7 @@ def memory_layout(queries: Sequence[Tensor], caches: Sequence[Tensor]) -> Memory
 
 
 def caches(op: OpChecker, q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> tuple[int, int]:
-    """``(page_size, num_kv_heads)`` of a checked pair of paged caches."""
+    """Check a pair of paged caches. Returns ``(page_size, num_kv_heads)``."""
     op.layout(kv_layout)
     for name, cache in (("k_cache", k), ("v_cache", v)):
         op.tensor(name, cache, LAYOUTS[kv_layout], FLOATS + FP8, q)

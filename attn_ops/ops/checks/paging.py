@@ -17,7 +17,7 @@ from attn_ops.symbolic_sizes import guard_or_false, same_elements
 def _places(
     op: OpChecker, new: Tensor, batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor
 ) -> None:
-    """The tensors that place the rows of ``new`` in the cache."""
+    """Check the tensors that give the positions of the rows of ``new`` in the cache."""
     for name, t in (("batch_indices", batch_indices), ("positions", positions)):
         op.tensor(name, t, "[nnz]", (torch.int32,), new)
         op.size(name, "tokens", t.shape[0], new.shape[0], "the appended rows")
@@ -58,7 +58,7 @@ def append_kv(
         op.size(name, "head_dim", int(t.shape[2]), int(cache.shape[3]), f"{name}_cache")
         _same_dtype(op, name, t, cache)
         op.no_overlap(f"{name}_cache", cache)
-    if same_elements(k_cache, v_cache) and not same_elements(k, v):  # keys that are the values may have one cache
+    if same_elements(k_cache, v_cache) and not same_elements(k, v):  # with one tensor for k and v, one cache is right
         op.fail(
             ArgumentError,
             "k_cache and v_cache are one tensor, and k and v are not",
@@ -117,7 +117,7 @@ def append_mla_kv(
 
 
 def _size(op: OpChecker, name: str, value: int, least: int) -> None:
-    """At least ``least``, and an int32. A symbolic size is left to the run."""
+    """Raise unless ``value`` is at least ``least`` and an int32, as far as is known of a symbolic size."""
     if guard_or_false(value < least):
         op.fail(OptionError, f"{name} is {value}", f"at least {least}", "change it")
     if type(value) is int and value > INT32_MAX:
