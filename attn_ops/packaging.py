@@ -274,7 +274,7 @@ def _plan_metadata(planner: DecodePlanner | PrefillPlanner) -> dict[str, str]:
         "max_batch": max_batch,
         "max_pages": planner.max_pages,
         "max_tokens": planner.max_tokens if isinstance(planner, PrefillPlanner) else max_batch,
-        "cache_pages": (planner.cache_pages or 0) if planner.problem.world == 1 else 0,  # a page is its owner's
+        "cache_pages": planner.cache_pages or 0,
         "max_splits": num_partials(plan) if isinstance(plan, PrefillPlan) else 0,
     }
     entries = {

@@ -176,7 +176,7 @@ def attention_forward(
     if not bounded:
         refuse_mask(attention_mask)
     assert attention_mask is not None
-    out = _bounded(query, key, value, attention_mask, options)
+    out = _bounded(module, query, key, value, attention_mask, options)
     return (mla.project(module, out) if "qv" in options else out), None
 
 
@@ -212,25 +212,27 @@ def _packed(
     return rows
 
 
-def _bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+def _bounded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     """Requests whose keys lie between bounds in their row of the cache."""
     step = step_of(mask)
     kind = step.kind
     assert kind is not None
     if kind.packed:
         if "packed" not in step.tables:
-            lengths = torch.nn.functional.pad(mask[:, 0, 1, 0], (1, 0))
+            lengths = torch.nn.functional.pad(mask[:, 0, 0, 1], (1, 0))
             step.tables["packed"] = lengths, lengths
         with step.plans():
             return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, options)
     rows = query.shape[2]
-    if kind.prompt:  # of a static cache
+    # Of a static cache. A layer that has the keys of an earlier one may compute the last rows alone.
+    prompt = kind.prompt and not getattr(module, "is_kv_shared_layer", False)
+    if prompt:
         key, value = key[:, :, :rows], value[:, :, :rows]
-    if kind.prompt or (rows > 1 and not (kind.partial or kind.padded)):
+    if prompt or (rows > 1 and not (kind.partial or kind.padded)):
         _check_requests(query, mask)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        prompt: Tensor = flash_attn_func(q, k, v, causal=kind.causal, window_size=kind.window_size, **options)
-        return prompt
+        out: Tensor = flash_attn_func(q, k, v, causal=kind.causal, window_size=kind.window_size, **options)
+        return out
     form = (query.shape, key.shape, key.stride(), value.shape, value.stride())
     layout = None if is_traced() else step.layouts.get(form)
     if layout is None:
@@ -261,8 +263,10 @@ def _continuous(
     """A step of continuous batching: requests in one row, over transformers' paged cache."""
     if cache is not None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    window = _window(sliding_window, causal)
-    lengths, table = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]), kwargs.get("block_table")
+    window, seqlens_k = _window(sliding_window, causal), kwargs["cu_seq_lens_k"]
+    if isinstance(seqlens_k, dict):  # by kind of layer: one that has the keys of an earlier layer updates no cache
+        seqlens_k = seqlens_k[module.layer_type].int()
+    lengths, table = (kwargs["cu_seq_lens_q"], seqlens_k), kwargs.get("block_table")
     step = _step_of(lengths[0] if cache is None else cache, module.layer_idx)
     with step.plans():
         if table is None:

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
         qv = options.get("qv")
         shares_heads = qv is not None or options["s_aux"] is not None
         keywords: dict[str, Any] = {"causal": kind.causal, "window_size": kind.window_size}
-        begin, end = mask[:, 0, 0, 0], mask[:, 0, 1, 0]
+        begin, end = mask[:, 0, 0].unbind(1)
         if is_traced() and (kind.padded or not kind.partial):
             return cls._traced(query, caches, begin, end, keywords, shares_heads)
         keywords["cache_seqlens"] = end - begin if kind.padded else end.contiguous()

@@ -3,10 +3,11 @@
 transformers asks a mask function once per step and kind of layer, and passes the result to every such layer. Here the
 result is an int32 tensor of four dimensions, as a prepared mask has, so that transformers passes it on as it is:
 
-``[batch, 1 + code, 2, 1]``: ``[b, :, 0]`` and ``[b, :, 1]`` are the first key of request b and the key after its last.
-``[sequences, 1 + code, 2, 1]`` of a packed row: where each sequence begins and ends.
+``[batch, 1 + code, 1, 2]``: ``[b, :, 0]`` are the first key of request b and the key after its last.
+``[sequences, 1 + code, 1, 2]`` of a packed row: where each sequence begins and ends.
 
-``code`` is the size of a dimension without data (its stride is 0), so that it is known while a graph is traced.
+``code`` is the size of a dimension without data (its stride is 0), so that it is known while a graph is traced. The
+bounds are those of all rows: a model that takes the last rows of a mask, ``mask[:, :, -rows:]``, gets them too.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Kind(NamedTuple):
         flags = not self.causal, self.partial, self.padded, self.packed, self.prompt
         code = sum(flag << bit for bit, flag in enumerate(flags)) + 32 * self.window
         bounds = torch.stack((begin, end), 1).int()
-        mask = bounds.view(-1, 1, 2, 1).expand(-1, 1 + code, -1, -1)
+        mask = bounds.view(-1, 1, 1, 2).expand(-1, 1 + code, -1, -1)
         mask.attn_ops_step = Step(self)  # type: ignore[attr-defined]
         return mask
 
@@ -116,7 +117,7 @@ def is_bounds(mask: Any) -> bool:
     """Whether ``mask`` is a result of :func:`attention_bounds`."""
     if hasattr(mask, "attn_ops_step"):
         return True
-    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (2, 1)
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (1, 2)
 
 
 def step_of(mask: Tensor) -> Step:

@@ -47,7 +47,7 @@ def refuse_mask(mask: Any) -> NoReturn:
             WHERE,
             "a causal layer has no attention mask",
             "the result of the registered mask function, without which padding would be attended to",
-            "register both functions, with attn_ops.integrations.transformers.register()",
+            "use the name that attn_ops.integrations.transformers.register() returns",
         )
     shown = (
         f"{shape_of(mask)}, {dtype_name(mask.dtype)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"

@@ -105,7 +105,7 @@ std::atomic<const Driver*> used_driver;
 const Driver& driver() {
   const Driver* used = used_driver.load(std::memory_order_acquire);
   if (used) return *used;
-  static const Driver loaded(ATTN_OPS_LIBCUDA);
+  static const Driver& loaded = *new Driver(ATTN_OPS_LIBCUDA);  // never deleted: kernels are unloaded at the very end
   const Driver* none = nullptr;
   used_driver.compare_exchange_strong(none, &loaded);
   return *used_driver.load(std::memory_order_acquire);

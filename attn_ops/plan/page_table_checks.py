@@ -38,7 +38,7 @@ def check_table(indptrs: dict[str, Tensor], kv_indices: Tensor, last: Tensor) ->
 
 
 def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool = False) -> None:
-    """Raise unless ``indptr [batch + 1]`` starts at 0, or with ``later`` above 0, and never decreases.
+    """Raise unless ``indptr [batch + 1]`` starts at 0, or with ``later`` above 0, never decreases and fits in int32.
 
     ``later``: the requests may be the later ones of a larger batch.
     """
@@ -61,6 +61,8 @@ def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool 
                 "values that never decrease",
                 "pass cumulative lengths",
             )
+    if values[-1] > INT32_MAX:  # plans have int32
+        fail(PageTableError, where, f"{name} ends at {values[-1]}", f"at most {INT32_MAX}", "split the batch")
 
 
 def _check_cumulative(name: str, indptr: Tensor, where: str) -> None:

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <deque>
 #include <fstream>
 #include <iostream>
@@ -129,7 +130,12 @@ int main(int argc, char** argv) try {
   std::ifstream file(argv[3]);
   if (!file) throw attn::ArgumentError(std::string("server: cannot read ") + argv[3]);
   std::set<int64_t> stop_tokens;
-  for (int i = 4; i < argc; ++i) stop_tokens.insert(std::stoll(argv[i]));
+  for (int i = 4; i < argc; ++i) {
+    char* rest = argv[i];
+    stop_tokens.insert(std::strtoll(argv[i], &rest, 10));
+    if (rest == argv[i] || *rest)
+      attn::fail<attn::ArgumentError>("server", std::string("a stop token is '") + argv[i] + "'", "a number", "correct it");
+  }
   Server server(argv[1], argv[2], stop_tokens);
   Request warm_up{.max_new_tokens = 2, .tokens = {0, 0}};
   server.submit(warm_up);

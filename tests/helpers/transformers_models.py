@@ -56,6 +56,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Windows are shorter than the prompts of the tests."""
 
+_SHARED: dict[str, Any] = {
+    **{"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 6, "num_kv_shared_layers": 2},
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    **{"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+}
+
+SHARED_KEYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {**_SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6},
+    ),
+    "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 32}),
+}
+"""Models whose last layers have the keys of earlier ones. Those of Gemma 4 compute only the rows that are kept."""
+
 STEPS = 12
 TOLERANCE = {"atol": 5e-5, "rtol": 5e-5}
 """Tolerance of logits in float32, which are of the size of 10."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.transformers_models import CONFIGS, SIZES
+from helpers.transformers_models import CONFIGS, SHARED_KEYS, SIZES
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def model(transformers: Any) -> Callable[..., Any]:
     def make(name: str, implementation: str, device: str = "cpu") -> Any:
         key = name, implementation, device
         if key not in made:
-            kind, sizes = CONFIGS[name]
+            kind, sizes = (CONFIGS | SHARED_KEYS)[name]
             config = getattr(transformers, kind)(**{**SIZES, **sizes})
             found = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
             generator = torch.Generator().manual_seed(1)

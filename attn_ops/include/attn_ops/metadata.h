@@ -13,8 +13,8 @@
 
 namespace attn {
 
-constexpr const char* kFormat = "2";
-constexpr int64_t kDynamic = -1;  // a size that the package does not fix
+inline constexpr const char* kFormat = "2";
+inline constexpr int64_t kDynamic = -1;  // a size that the package does not fix
 
 using Sizes = std::vector<int64_t>;
 

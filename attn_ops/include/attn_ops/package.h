@@ -37,7 +37,7 @@ inline void check_alignment(const InputSpec& spec, const at::Tensor& t) {
 // Threads: run() may be called from several at the same time, each with a planner and outputs of its own, and with
 // caches that no other running call writes. `num_runners` calls run at the same time; the others wait for one of them.
 // With one runner, on CUDA, run() does not wait for the work of earlier calls. The other methods change nothing. A
-// Planner and a PageTable are for one thread at a time.
+// Planner and a PageTable are for one thread at a time. Any thread may make a Package or a Planner: they load in turn.
 class Package {
  public:
   // On the device that the package was compiled for. On CUDA that is the current one, or `device`.

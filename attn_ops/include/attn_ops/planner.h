@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -75,10 +76,14 @@ inline void check_cpu(const std::string& path, const std::string& isa) {
 #endif
 }
 
+// Held while a package is read: PyTorch's loader parses the metadata into one object for all threads.
+inline std::mutex loader_mutex;
+
 // What a package says of `model`, read and checked before anything of it is loaded.
 inline Metadata metadata_of(const std::string& path, const char* model) {
   std::unordered_map<std::string, std::string> entries;
   try {
+    const std::lock_guard<std::mutex> lock(loader_mutex);
     entries = Loader::load_metadata_from_package(path, model);
   } catch (const std::exception& error) {
     cannot_load(path, error);
@@ -92,6 +97,7 @@ inline Metadata metadata_of(const std::string& path, const char* model) {
 inline std::unique_ptr<Loader> load(const std::string& path, const char* model, c10::Device device, size_t runners) {
   if (runners == 0) fail<OptionError>("Package", "num_runners is 0", "at least 1", "make it larger");
   try {
+    const std::lock_guard<std::mutex> lock(loader_mutex);
     return std::make_unique<Loader>(path, model, runners == 1, runners, device.index());
   } catch (const std::exception& error) {
     cannot_load(path, error);
@@ -135,7 +141,8 @@ inline c10::Device device_of(const char* where, const Metadata& metadata, std::o
     fail<DeviceError>(
         where, "the device is " + name, metadata.device + ", which the package was compiled for",
         "use that device, or export the package on the other");
-  if (device.is_cpu() || device.has_index()) return device;
+  if (device.is_cpu()) return c10::Device(at::kCPU);  // the loader takes no index
+  if (device.has_index()) return device;
   try {
     return c10::impl::VirtualGuardImpl(device.type()).getDevice();
   } catch (const std::exception& error) {
@@ -144,6 +151,18 @@ inline c10::Device device_of(const char* where, const Metadata& metadata, std::o
         "run it on a machine with a GPU and with a PyTorch for it, or export it on the CPU");
   }
 }
+
+// The tokens of every request that this rank holds, as ContextShard of attn_ops/plan/context.py assigns them.
+struct Shard {
+  int64_t rank, world, interleave;
+
+  bool owns(int64_t position) const { return world == 1 || position / interleave % world == rank; }
+  int64_t tokens_before(int64_t position) const {
+    if (position <= 0 || world == 1) return std::max<int64_t>(position, 0);
+    const int64_t turn = interleave * world;
+    return position / turn * interleave + std::clamp<int64_t>(position % turn - rank * interleave, 0, interleave);
+  }
+};
 
 // A tensor that planning reads.
 struct Table {
@@ -160,7 +179,6 @@ inline void check_table(const Table& table, c10::Device device) {
     fail<DeviceError>(
         "plan", name + " is on " + t.device().str(),
         device.is_cpu() ? "the host" : device.str() + ", where the rest of the page table is", "move it there");
-  if (t.dim() != 1) fail<ShapeError>("plan", name + " is " + text(t.sizes()), "one dimension", "flatten it");
 }
 
 // The contents of an integer tensor on the host.
@@ -178,6 +196,10 @@ inline void check_indptr(const std::string& name, const std::vector<int64_t>& va
           "plan",
           name + " falls from " + text(values[b]) + " to " + text(values[b + 1]) + " at request " + std::to_string(b),
           "values that never decrease", "pass cumulative lengths");
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // plans have int32
+  if (values.back() > kMost)
+    fail<PageTableError>(
+        "plan", name + " ends at " + text(values.back()), "at most " + text(kMost), "split the batch");
 }
 
 inline void check_capacity(
@@ -222,6 +244,7 @@ class Planner {
   explicit Planner(const std::string& path, std::optional<c10::Device> device = std::nullopt)
       : metadata_(detail::metadata_of(path, "plan")),
         device_(detail::device_of("Planner", metadata_, device)),
+        shard_{metadata_.of_problem("rank"), metadata_.of_problem("world"), metadata_.of_problem("interleave")},
         loader_(detail::load(path, "plan", device_, 1)) {
     const auto options = at::TensorOptions().device(device_);
     for (const auto& [name, sizes] : metadata_.fields) {
@@ -279,7 +302,7 @@ class Planner {
     });
     const c10::Device device = on_device ? device_ : c10::Device(at::kCPU);
     for (const detail::Table& table : tables) detail::check_table(table, device);
-    check_lengths(tables);
+    check_shapes(tables);
     std::vector<at::Tensor> inputs = device.is_cpu() ? from_host(tables) : from_device(tables);
     at::Tensor& pages = inputs[tables.size() - 2];
     if (max_pages() == 1 && pages.numel() == 0) pages = at::zeros({1}, pages.options());  // the graph takes one
@@ -314,24 +337,26 @@ class Planner {
     if (max_pages() > 0 && static_cast<int64_t>(indices.size()) > max_pages())
       indices.resize(static_cast<size_t>(indptr.back()));  // entries after those of the last request need no capacity
     check_capacities(prefill, static_cast<int64_t>(last.size()), static_cast<int64_t>(indices.size()));
-    const bool alone = metadata_.of_problem("world") == 1;  // splits are those of one rank's keys
-    if (prefill && alone && metadata_.of_problem("split") > 0) check_splits(values[0], lengths);
+    if (prefill && metadata_.of_problem("split") > 0) check_splits(values[0], lengths);
     return detail::upload(values, device_);
   }
 
-  // The lengths of a page table's vectors. Raises what attn_ops/plan/page_table_checks.py raises.
-  static void check_lengths(const std::vector<detail::Table>& tables) {
+  // Raises what check_table of attn_ops/plan/page_table_checks.py raises.
+  static void check_shapes(const std::vector<detail::Table>& tables) {
     const size_t kv = tables.size() - 3;
+    const auto refuse = [&tables](size_t i, const std::string& expected, const char* fix) {
+      fail<ShapeError>("plan", tables[i].name + " is " + detail::text(tables[i].tensor.sizes()), expected, fix);
+    };
+    const auto is_vector = [&tables](size_t i) { return tables[i].tensor.dim() == 1; };
     for (size_t i = 0; i <= kv; ++i)
-      if (tables[i].tensor.numel() == 0)
-        fail<ShapeError>("plan", tables[i].name + " is [0]", "[batch + 1]", "pass cumulative lengths");
+      if (!is_vector(i) || tables[i].tensor.numel() == 0) refuse(i, "[batch + 1]", "pass cumulative lengths");
+    if (!is_vector(kv + 1)) refuse(kv + 1, "[pages]", "pass a vector of page numbers");
     const int64_t requests = tables[kv].tensor.numel() - 1;
     for (const size_t i : {size_t{0}, kv + 2}) {
-      const int64_t given = tables[i].tensor.numel(), expected = i == kv + 2 ? requests : requests + 1;
-      if (given != expected)
-        fail<ShapeError>(
-            "plan", tables[i].name + " is [" + detail::text(given) + "]",
-            "[" + detail::text(expected) + "] for the " + detail::text(requests) + " requests of kv_indptr",
+      const int64_t length = i == kv + 2 ? requests : requests + 1;
+      if (!is_vector(i) || tables[i].tensor.numel() != length)
+        refuse(
+            i, "[" + detail::text(length) + "] for the " + detail::text(requests) + " requests of kv_indptr",
             "make the two agree");
     }
   }
@@ -369,17 +394,16 @@ class Planner {
     }
     const int64_t most = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
     detail::check_capacity("plan", most, max_kv_len(), "a request has", "tokens", "max_kv_len");
-    if (max_pages() > 0) {
-      const int64_t pages = metadata_.of_capacity("cache_pages");
-      const int64_t bound = pages ? pages : std::numeric_limits<int32_t>::max();
-      for (int64_t i = 0; i < used; ++i) {
+    const int64_t cache_pages = metadata_.of_capacity("cache_pages"), tokens = page_size();
+    const int64_t bound = cache_pages ? cache_pages : std::numeric_limits<int32_t>::max();
+    for (size_t b = 0; max_pages() > 0 && b < requests; ++b)
+      for (int64_t i = indptr[b]; i < indptr[b + 1]; ++i) {
         const int64_t page = indices[static_cast<size_t>(i)];
-        if (page < 0 || page >= bound)
+        if (shard_.owns((i - indptr[b]) * tokens) && (page < 0 || page >= bound))
           fail<PageTableError>(
               "plan", "kv_indices[" + detail::text(i) + "] is " + detail::text(page),
               "a page of the cache, 0 to " + detail::text(bound - 1), "pass page numbers of this cache");
       }
-    }
     return lengths;
   }
 
@@ -393,10 +417,10 @@ class Planner {
     for (size_t b = 0; b < lengths.size(); ++b) {
       const int64_t rows = qo_indptr[b + 1] - qo_indptr[b];
       for (int64_t offset = 0; offset < rows; offset += tile_rows) {
-        const int64_t position = lengths[b] - rows + offset;
-        const int64_t seen = std::max<int64_t>(position + std::min(tile_rows, rows - offset) + ahead - 1, 0);
-        const int64_t end = ahead ? std::min(lengths[b], seen) : lengths[b];
-        const int64_t begin = window ? std::min(std::max<int64_t>(position + 1 - window, 0), end) : 0;
+        const int64_t position = lengths[b] - rows + offset, held = shard_.tokens_before(lengths[b]);
+        const int64_t seen = shard_.tokens_before(position + std::min(tile_rows, rows - offset) + ahead - 1);
+        const int64_t end = ahead ? std::min(held, seen) : held;
+        const int64_t begin = window ? std::min(shard_.tokens_before(position + 1 - window), end) : 0;
         const int64_t blocks = end > begin ? blocks_to(end) - begin / block : 0;
         const int64_t splits = (blocks + split / block - 1) / (split / block);
         if (splits > 1) needed += splits;
@@ -414,6 +438,7 @@ class Planner {
 
   Metadata metadata_;
   c10::Device device_;
+  detail::Shard shard_;
   std::unique_ptr<Loader> loader_;
   std::vector<at::Tensor> state_;
   at::Tensor workspace_;
