@@ -14,23 +14,28 @@ def _guards() -> Any:
     return symbolic_shapes
 
 
+def _is_plain(condition: Any) -> bool:
+    """Whether ``condition`` is on plain integers. In code that Dynamo traces, conditions on symbols are bools too."""
+    return isinstance(condition, bool) and not torch.compiler.is_compiling()
+
+
 def guard_or_false(condition: Any) -> bool:
     """Whether ``condition`` holds, with a guard on symbols; False if contents of tensors decide it."""
-    return condition if isinstance(condition, bool) else _guards().guard_or_false(condition)
+    return condition if _is_plain(condition) else _guards().guard_or_false(condition)
 
 
 def guard_or_true(condition: Any) -> bool:
     """Whether ``condition`` holds, with a guard on symbols; True if contents of tensors decide it."""
-    return condition if isinstance(condition, bool) else _guards().guard_or_true(condition)
+    return condition if _is_plain(condition) else _guards().guard_or_true(condition)
 
 
 def holds(condition: Any) -> bool:
     """Whether a condition that a call requires holds, with a guard on symbols.
 
-    One that only the run knows, on sizes that the graph computes from contents, becomes an assertion of the graph.
+    If contents of tensors decide it, it becomes an assertion of the graph.
     """
-    if isinstance(condition, bool) and not torch.compiler.is_compiling():
-        return condition
+    if _is_plain(condition):
+        return bool(condition)
     if not _guards().guard_or_true(condition):
         return False
     torch._check(condition)
@@ -38,12 +43,9 @@ def holds(condition: Any) -> bool:
 
 
 def statically_known_true(condition: Any) -> bool:
-    """Whether ``condition`` holds for all symbolic sizes of the graph, without a guard.
-
-    In code that Dynamo traces, conditions on symbols are bools too.
-    """
-    if isinstance(condition, bool) and not torch.compiler.is_compiling():
-        return condition
+    """Whether ``condition`` holds for all symbolic sizes of the graph, without a guard."""
+    if _is_plain(condition):
+        return bool(condition)
     known: bool = _guards().statically_known_true(condition)
     return known
 

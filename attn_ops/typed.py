@@ -391,6 +391,8 @@ def _refuse_type(where: str, wrong: _Argument) -> None:
     name, value, annotation = wrong
     if isinstance(value, Tensor) and value.dim() == 0 and torch.jit.is_tracing():
         unsupported(where, "a call in torch.jit.trace", "sizes are tensors there; use torch.export")
+    if isinstance(value, torch.fx.Proxy):
+        unsupported(where, "a call in torch.fx.symbolic_trace", "proxies have no sizes; use torch.export")
     expected = _describe(annotation)
     fix = f"pass {expected.partition(' or ')[0] if annotation is not bool else expected}"
     if value is None:

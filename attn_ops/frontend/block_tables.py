@@ -18,6 +18,7 @@ from attn_ops.frontend.context import RankKeys
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.symbolic_sizes import holds
 
 
 class TableNames(NamedTuple):
@@ -170,7 +171,7 @@ def on_device(
 
 def query_row_offsets(where: str, rows: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
     """:func:`uniform_indptr` of a query of ``rows`` rows, checked; None for decode, one row per request."""
-    if rows != batch * q_len:
+    if not holds(rows == batch * q_len):
         fail(
             ShapeError,
             where,

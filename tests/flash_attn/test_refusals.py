@@ -322,7 +322,7 @@ def test_used_lengths_of_other_tensors(options: dict[str, Any], message: str) ->
 @pytest.mark.parametrize("option", [{"cache_leftpad": torch.zeros(2, dtype=torch.int32)}, {"attention_chunk": 3}])
 def test_a_cache_without_room(option: dict[str, Any]) -> None:
     empty = {"k_cache": torch.ones(2, 0, 2, 64).half(), "cache_seqlens": 0, "k": None, "v": None, **option}
-    with pytest.raises(errors.OptionError, match="page_size is 0"):
+    with pytest.raises(errors.OptionError, match="seqlen_cache is 0"):
         cache_call(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in empty.items()})
 
 

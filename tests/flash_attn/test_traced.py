@@ -352,6 +352,12 @@ def test_torch_jit_trace_is_refused() -> None:
         torch.jit.trace(lambda q, k, v: flash_attn_func(q, k, v), dense(2, 5, 5))
 
 
+def test_symbolic_trace_of_torch_fx_is_refused() -> None:
+    message = r"^flash_attn_func: a call in torch\.fx\.symbolic_trace, which is not supported: .*torch\.export"
+    with pytest.raises(UnsupportedError, match=message):
+        torch.fx.symbolic_trace(lambda q, k, v: flash_attn_func(q, k, v))
+
+
 def test_a_decode_program_whose_dimensions_are_all_automatic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sized for the CUDA kernel, which has its head dims: those of the program are symbols."""
     monkeypatch.setattr(sizing, "is_hopper", lambda device: True)

@@ -79,56 +79,66 @@ def test_unbacked_sizes_need_no_guard() -> None:
 
 
 CHOSEN, SHORT = Requests((37, 5, 130, 9, 20)), Requests((9,), (9,))
+Attend = Callable[[Tensor], Tensor]
 
 
-def _decode() -> Callable[[Tensor], Tensor]:
+def _decode() -> tuple[Attend, Expected]:
     planner = attn_ops.DecodePlanner(5, 40, page_size=16, num_qo_heads=4, num_kv_heads=2, head_dim=64, device=DEVICE)
-    plan = planner.plan(*CHOSEN.table)
-    return lambda q: torch.ops.attn.batch_decode(q, *CHOSEN.cache(), plan, planner.workspace)[0]
+    plan, caches = planner.plan(*CHOSEN.table), CHOSEN.cache()
+    return lambda q: torch.ops.attn.batch_decode(q, *caches, plan, planner.workspace)[0], CHOSEN.expected()
 
 
-def _run() -> Callable[[Tensor], Tensor]:
-    wrapper = attn_ops.BatchDecodeWithPagedKVCacheWrapper(workspace())
+def _run() -> tuple[Attend, Expected]:
+    wrapper, caches = attn_ops.BatchDecodeWithPagedKVCacheWrapper(workspace()), CHOSEN.cache()
     wrapper.plan(*CHOSEN.table, *CHOSEN.sizes)
-    return lambda q: wrapper.run(q, CHOSEN.cache())
+    return lambda q: wrapper.run(q, caches), CHOSEN.expected()
 
 
-def _kvcache() -> Callable[[Tensor], Tensor]:
-    caches, tables, lens = CHOSEN.cache(), CHOSEN.block_tables(), CHOSEN.seq_lens
+def _cudnn() -> tuple[Attend, Expected]:
+    k, v = (t.transpose(1, 2) for t in CHOSEN.cache())
+    tables: dict[str, Any] = {"actual_seq_lens_kv": CHOSEN.seq_lens, "block_tables": CHOSEN.block_tables()}
+    attend = attn_ops.cudnn_batch_decode_with_kv_cache
+    return lambda q: attend(q, k, v, 0.125, None, max_sequence_kv=130, **tables), CHOSEN.expected()
+
+
+def _flash_func() -> tuple[Attend, Expected]:
+    kv = [t[None] for t in SHORT.ragged()]
+    expected = Expected.of([(q[None], *SHORT.ragged()) for q in CHOSEN.q])
+    return lambda q: flash_attn_func(q[:, None], *(t.expand(q.shape[0], -1, -1, -1) for t in kv))[:, 0], expected
+
+
+def _append() -> tuple[Attend, Expected]:
+    """The first token of each request: it sees its own key alone."""
+    caches = torch.full((2, 5, 16, 2, 64), torch.nan, dtype=CHOSEN.dtype, device=DEVICE)
 
     def attend(q: Tensor) -> Tensor:
-        n = q.shape[0]
-        torch._check(n <= len(lens))
-        return flash_attn_with_kvcache(q[:, None], *caches, cache_seqlens=lens[:n], block_table=tables[:n])[:, 0]
+        new, batch = q[:, None, :2], torch.arange(q.shape[0], dtype=torch.int32, device=DEVICE)
+        tables = {"cache_seqlens": torch.zeros_like(batch), "block_table": batch[:, None]}
+        return flash_attn_with_kvcache(q[:, None], *caches.clone(), new, new, **tables)[:, 0]
 
-    return attend
-
-
-def _dense_func() -> Callable[[Tensor], Tensor]:
-    kv = [t[None] for t in SHORT.ragged()]
-    return lambda q: flash_attn_func(q[:, None], *(t.expand(q.shape[0], -1, -1, -1) for t in kv))[:, 0]
+    return attend, Expected.of([(q[None], q[None, :2], q[None, :2]) for q in CHOSEN.q])
 
 
-def _chosen_rows(attend: Callable[[Tensor], Tensor], backend: str) -> Callable[[int], Tensor]:
+def _chosen_rows(attend: Attend, backend: str) -> Callable[[int], Tensor]:
     """``attend`` of the first rows, whose number the graph computes from a mask."""
     rows = torch.cat((CHOSEN.q, torch.full_like(CHOSEN.q[:3], torch.nan)))
     step = torch.compile(lambda x, mask: attend(x[mask]), fullgraph=True, backend=backend, dynamic=True)
     return lambda n: step(rows, torch.arange(len(rows), device=DEVICE) < n)
 
 
-@pytest.mark.parametrize("make", [_decode, _run, _kvcache, _dense_func])
+@pytest.mark.parametrize("make", [_decode, _run, _cudnn, _flash_func, _append])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_rows_that_the_graph_chooses(make: Callable[[], Callable[[Tensor], Tensor]]) -> None:
-    dense = Expected.of([(q[None], *SHORT.ragged()) for q in CHOSEN.q])
-    expected = dense if make is _dense_func else CHOSEN.expected()
-    expected.check(_chosen_rows(make(), "aot_eager")(5))
+def test_rows_that_the_graph_chooses(make: Callable[[], tuple[Attend, Expected]]) -> None:
+    attend, expected = make()
+    expected.check(_chosen_rows(attend, "aot_eager")(5))
 
 
 @pytest.mark.parametrize("make", [_decode, _run])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_more_rows_than_planned_are_refused_when_the_graph_runs(make: Callable[[], Callable[[Tensor], Tensor]]) -> None:
-    step = _chosen_rows(make(), "eager")
-    CHOSEN.expected().check(step(5))
+def test_more_rows_than_planned_are_refused_when_the_graph_runs(make: Callable[[], tuple[Attend, Expected]]) -> None:
+    attend, expected = make()
+    step = _chosen_rows(attend, "eager")
+    expected.check(step(5))
     with pytest.raises(Exception, match="u0"):  # PyTorch's assertion has no text of ours
         step(8)
 

@@ -38,7 +38,7 @@ from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import index, offsets, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import INT32_MAX
-from attn_ops.symbolic_sizes import has_static_value
+from attn_ops.symbolic_sizes import guard_or_true, has_static_value
 
 
 class CacheLengths(NamedTuple):
@@ -122,6 +122,11 @@ class CacheBatch(NamedTuple):
         return BatchForm(self.requests, self.rows, self.appended, self.chunk, self.spec.page_size, *given)
 
     @property
+    def appends(self) -> bool:
+        """Whether there are new tokens; True if contents of tensors decide it."""
+        return guard_or_true(self.appended != 0)
+
+    @property
     def _given(self) -> tuple[bool, bool, bool]:
         """Whether there are a block table, ``cache_batch_idx`` and left padding."""
         return self.table is not None, self.cache_batch_idx is not None, self.leftpad is not None
@@ -156,7 +161,7 @@ class CacheBatch(NamedTuple):
 
     def make(self, where: str) -> SchedulerMetadata:
         """The plan of the batch, and where its new tokens are appended."""
-        positive(where, page_size=self.spec.page_size)
+        positive(where, **{"seqlen_cache" if self.table is None else "page_size": self.spec.page_size})
         table = self.block_table(where)
         capacity, new = table.shape[1] * self.spec.page_size, nothing_appended(self.device)
         self._check_number(where, capacity)
@@ -170,12 +175,12 @@ class CacheBatch(NamedTuple):
             leftpad = lengths(where, "cache_leftpad", self.leftpad, self.requests, self.device)
             table = without_padding(table, leftpad)
             after, held = (after - leftpad).clamp(min=0), (held - leftpad).clamp(min=0)
-        if self.appended:
+        if self.appends:
             new = call_op("batch_indices_positions", self.new_indptr(where), after, self.appended)
         qo_indptr, pages = None if spec.decode else self.qo_indptr(where), nothing_appended(self.device)
         if self.chunk:
             assert qo_indptr is not None
-            if self.appended:
+            if self.appends:
                 kv_indptr, kv_indices, _ = call_op("page_table", table.contiguous(), held, spec.page_size)
                 pages = kv_indices, kv_indptr
             qo_indptr, table, held = PagedChunks.of(qo_indptr, table, held, spec.page_size, self.chunk, self.rows)
@@ -192,7 +197,7 @@ class CacheBatch(NamedTuple):
     def after(self, where: str, capacity: int) -> Tensor:
         """int32 ``[batch]``: the lengths after the append. Lengths on the host are checked."""
         before = self.lengths.before(where, self.requests, capacity, self.device, self.table_name)
-        if not self.appended:
+        if not self.appends:
             return before
         after = before + self.new_indptr(where).diff()
         return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity, self.table_name)
@@ -204,7 +209,7 @@ class CacheBatch(NamedTuple):
         """
         capacity = self.spec.page_size * (1 if self.table is None else self.table.shape[-1])
         given = [t for t in (*self.lengths.tensors(), self.cu_new) if t is not None]
-        if not self.appended or is_traced() or not all(map(seen, given)):
+        if not self.appends or is_traced() or not all(map(seen, given)):
             return not self._overflow(capacity)
         host = self._replace(device=torch.device("cpu"))
         before = host.lengths.before(where, self.requests, capacity, host.device, self.table_name)
