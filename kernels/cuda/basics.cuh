@@ -1,5 +1,5 @@
-// What every kernel here needs of the GPU: 16-byte loads and stores, exponentials, conversions, and programmatic
-// dependent launch. Plain PTX.
+// PTX that all CUDA kernels use: programmatic dependent launch, clocks, 16-byte loads and stores, exponentials,
+// conversions.
 #pragma once
 
 #include "types.cuh"
@@ -8,16 +8,17 @@ namespace attn_ops {
 
 // ---- Programmatic dependent launch --------------------------------------------------------------------------------
 
-// Until here a kernel may read only what no unfinished kernel writes.
+// Waits until earlier kernels of the stream have finished. Before this call a kernel may read only memory that no
+// unfinished kernel writes.
 DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The next kernel of the stream may start: its CTAs run until they wait.
+// Lets the next kernel of the stream start. Its CTAs run up to their wait_for_earlier_kernels.
 DEVICE void launch_later_kernels() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Orders the memory accesses of this thread before and after it, for the whole GPU.
+// Orders this thread's memory accesses before the fence and after the fence, for the whole GPU.
 DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Lets this thread read a plan that a finished kernel has published, before it waits.
+// Lets this thread read a plan that a finished kernel has published, before wait_for_earlier_kernels.
 DEVICE void acquire_plan() { fence_gpu(); }
 
 // ---- Clocks (clocks.cuh) ------------------------------------------------------------------------------------------
@@ -36,12 +37,12 @@ DEVICE uint64 nanoseconds() {
   return x;
 }
 
-// A relaxed addition that returns nothing, so that the thread does not wait for it.
+// A relaxed addition in global memory without a result, so that the thread does not wait.
 DEVICE void atomic_add(uint64* sum, uint64 x) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(sum), "l"(x) : "memory");
 }
 
-// Counts in global memory up to `last`, after which comes 0. Returns the number before.
+// Increments a counter in global memory, from `last` to 0. Returns the value before.
 DEVICE uint32 atomic_increment(int* counter, uint32 last) {
   uint32 x;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(x) : "l"(counter), "r"(last) : "memory");
@@ -50,7 +51,6 @@ DEVICE uint32 atomic_increment(int* counter, uint32 last) {
 
 // ---- Memory -------------------------------------------------------------------------------------------------------
 
-// 16 bytes.
 DEVICE Vector load(const void* address) {
   Vector x;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -60,7 +60,7 @@ DEVICE Vector load(const void* address) {
   return x;
 }
 
-// The same of what is read once: it is not kept in L1.
+// Like load, without allocating in L1: for memory that is read once.
 DEVICE Vector load_streaming(const void* address) {
   Vector x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -98,7 +98,7 @@ DEVICE float reciprocal_approx(float x) {
   return y;
 }
 
-// Of an angle of at most half a turn, in radians.
+// sin_approx and cos_approx take radians of at most half a turn.
 DEVICE float sin_approx(float x) {
   float y;
   asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -111,8 +111,8 @@ DEVICE float cos_approx(float x) {
   return y;
 }
 
-// Four bytes of `low`, numbers 0 to 3, and `high`, 4 to 7: the four lowest digits of `selector` choose them, the first
-// one that of the lowest byte.
+// Byte i of the result is the byte whose number is hexadecimal digit i of `selector`, from the lowest digit on. Bytes 0
+// to 3 are those of `low`, bytes 4 to 7 those of `high`.
 DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   uint32 chosen;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(low), "r"(high), "r"(selector));
@@ -121,7 +121,7 @@ DEVICE uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
 
 // ---- Conversions --------------------------------------------------------------------------------------------------
 
-// Pairs of another type, the first in the lower half. FP8 saturates.
+// Conversions of two floats to a pair with `low` in the lower half. FP8 saturates.
 DEVICE uint32 float16_pair(float low, float high) {
   uint32 pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -146,7 +146,7 @@ DEVICE uint16 e5m2_pair(float low, float high) {
   return pair;
 }
 
-// A pair of FP8 numbers as one of float16.
+// Conversions of a pair of FP8 numbers to a pair of float16 numbers.
 DEVICE uint32 float16_of_e4m3(uint16 pair) {
   uint32 wide;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));

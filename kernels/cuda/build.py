@@ -1,7 +1,7 @@
-"""Compile every kernel for a wheel to carry: ``python -m attn_ops.kernels.cuda.build``.
+"""Compile every kernel, for a wheel that includes cubins: ``python -m attn_ops.kernels.cuda.build``.
 
-The cubins go into ``prebuilt/`` beside the sources, where a wheel that is built afterwards picks them up, and where
-:mod:`.compile` looks first.
+The cubins go into ``prebuilt/`` beside the sources. A wheel that is built afterwards includes this folder, and
+:mod:`.compile` looks there first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attn_ops.kernels.cuda.compile import by_nvrtc, key_of, options
 from attn_ops.kernels.cuda.kernel import Specialization
 
 MODULES = ("decode", "merge_states", "mla", "prefill")
-"""The modules with kernels. Each has ``SPECIALIZATIONS``, by what chooses one."""
+"""The modules with kernels. Each has ``SPECIALIZATIONS``: key, which a launch looks up -> specialization."""
 
 
 def specializations() -> list[Specialization]:
@@ -29,7 +29,9 @@ def specializations() -> list[Specialization]:
 
 
 def build(folder: Path, chosen: Iterable[Specialization] | None = None) -> int:
-    """Compile into ``folder``, several at a time; the number of cubins. Kernels of one file and macros share one.
+    """Compile ``chosen``, or all kernels, into ``folder``, several at a time. Returns the number of cubins.
+
+    Kernels of one source with equal macros share a cubin.
 
     Raises:
         CompilerError: there is no nvrtc, or a kernel does not compile.

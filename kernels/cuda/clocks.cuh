@@ -1,7 +1,8 @@
-// A clock-based account of a kernel: the cycles that each warp spends in each phase of its work.
+// Clocks of a kernel: the cycles that each warp spends in each phase of its work.
 //
-// The macro CLOCKS is the place of the clocks in dynamic shared memory, in bytes, after all else. Without it these
-// functions are empty. `python -m benchmarks clocks` compiles and reads them.
+// The macro CLOCKS is the offset of the clocks in dynamic shared memory, in bytes, after the memory of the kernel
+// itself. If CLOCKS is not defined, these functions are empty. `python -m benchmarks clocks` compiles kernels with
+// CLOCKS and reads the clocks.
 #pragma once
 
 #include "hopper.cuh"
@@ -12,13 +13,13 @@ namespace {
 enum Phase {
   kPrologue,    // barriers, the wait for earlier kernels
   kSchedule,    // finding the next unit
-  kWaitEmpty,   // a stage, or the query buffer, is in use
-  kIssue,       // issuing loads
-  kWaitUnit,    // the next unit and its queries are not there
+  kWaitEmpty,   // waiting until a stage, or the query buffer, is empty
+  kIssue,       // issuing loads; in converters, converting a tile
+  kWaitUnit,    // waiting for the next unit and its queries
   kWaitKeys,
   kQk,          // S = Q K^T
-  kSoftmax,     // mask, online softmax, handing P over
-  kWaitPeer,    // P of the other consumer is not there
+  kSoftmax,     // mask, online softmax, storing P
+  kWaitPeer,    // waiting for P of the other consumer
   kWaitValues,
   kPv,          // O += P V, and rescaling O
   kEpilogue,    // reducing and storing results
@@ -26,15 +27,16 @@ enum Phase {
   kNumPhases
 };
 
-// Further columns of a warp: cycles from its start to its end, what it computed, and when it started and ended.
+// Further columns of a warp: cycles from its start to its end, units and KV tiles that it computed, and nanoseconds of
+// the global timer at its start and its end.
 enum ClockColumn { kWhole = kNumPhases, kUnits, kTiles, kBeginNs, kEndNs, kClockColumns };
 
 #if CLOCKS
 
 struct WarpClock {
-  uint64* row;         // of this warp in clocks [CTAs, warps, kClockColumns]
-  uint64 begin;        // nanoseconds
-  uint32 first, last;  // cycles at the start, and at the end of the latest phase
+  uint64* row;         // this warp's row of clocks [CTAs, warps, kClockColumns]
+  uint64 begin;        // nanoseconds at the start
+  uint32 first, last;  // cycle counter at the start, and at the end of the latest phase
 };
 
 DEVICE WarpClock& warp_clock() {
@@ -47,7 +49,8 @@ DEVICE void tally(ClockColumn column) {
   if (keeps_clock()) atomic_add(warp_clock().row + column, 1);
 }
 
-// What this warp did since the last call was `phase`. Not before the wait for earlier kernels, which may clear clocks.
+// Adds the cycles since the last call to `phase`. Not called before wait_for_earlier_kernels: an earlier kernel may
+// clear the clocks.
 DEVICE void mark(Phase phase) {
   if (!keeps_clock()) return;
   WarpClock& clock = warp_clock();

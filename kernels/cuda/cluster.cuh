@@ -1,4 +1,4 @@
-// Clusters of CTAs on sm_90a: ranks, barriers over the CTAs of a cluster, multicast loads. Plain PTX.
+// PTX for clusters of CTAs on sm_90a: ranks, barriers, distributed shared memory, multicast loads.
 #pragma once
 
 #include "hopper.cuh"
@@ -11,34 +11,35 @@ DEVICE uint32 cluster_rank() {
   return rank;
 }
 
-// A barrier of all threads of all CTAs of the cluster, in two steps. Barriers that are initialised and fenced
-// (fence_barrier_init) before the first may be used after the second.
+// A barrier of all threads of the cluster, in two steps. An mbarrier that is initialised and fenced
+// (fence_barrier_init) before the arrival may be used by all CTAs of the cluster after the wait.
 DEVICE void cluster_arrive_after_init() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 
 DEVICE void cluster_wait_for_init() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// The address, for the whole cluster, of what CTA `rank` has at this address of its shared memory.
+// The shared::cluster address, in CTA `rank`, of the location that has shared-memory address `address` in this CTA.
 DEVICE uint32 address_in(uint32 address, uint32 rank) {
   uint32 mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
 
-// An arrival at a barrier of any CTA of the cluster. It publishes no writes to other CTAs, which would take a fence of
-// the whole GPU: it says that this thread has finished to read.
+// An arrival on a barrier of any CTA of the cluster, by its shared::cluster address. It signals that this thread has
+// finished reading. It does not publish writes of this thread to other CTAs: that would need a fence of the whole GPU.
 DEVICE void arrive_in_cluster(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// 16 bytes to the shared memory of a CTA of the cluster, which complete on `barrier` of the same CTA: who waits for it
-// there sees them, without a fence. Both addresses are of the cluster (address_in).
+// Stores 16 bytes in the shared memory of a CTA of the cluster. The bytes complete on `barrier` of that CTA, and a
+// thread that has waited on the barrier sees them without a fence. `to` and `barrier` are shared::cluster addresses
+// (address_in).
 DEVICE void store_async(uint32 to, const float (&x)[4], uint32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
                : "memory");
 }
 
-// A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
+// Loads the box of `map` at the given coordinates, innermost first, into `to`. The bytes complete on `barrier`.
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier, uint64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
@@ -47,7 +48,8 @@ DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, ui
       : "memory");
 }
 
-// The same to this place of each CTA of `ctas`, a bit mask; completes the bytes on the barrier at this place of each.
+// Like load_box, multicast to the CTAs of the bit mask `ctas`: the box is written at address `to` of each of these
+// CTAs, and completes on the barrier at address `barrier` of the same CTA.
 DEVICE void load_box_in(uint16 ctas, uint32 to, const TensorMap* map, int c0, int c1, int c2, uint32 barrier,
                         uint64 policy) {
   asm volatile(

@@ -1,7 +1,7 @@
-"""Sources to cubins: prebuilt, from the disk, or by a compiler, in this order.
+"""The cubin of a specialization: prebuilt, from the disk cache, or compiled, in this order.
 
-A kernel that cannot be compiled is a reason of its backend entry, and the next entry runs. The compiler's message is
-logged, once.
+A kernel that cannot be compiled is an unsupported reason of its backend entry, and the next entry runs. The message of
+the compiler is logged once.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ LOG = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 
 ARCHITECTURE, COMPUTE_CAPABILITY = "sm_90a", 90
-"""What kernels are compiled for. ``wgmma`` and ``setmaxnreg`` exist there alone."""
+"""The target of all kernels. Of all architectures, only ``sm_90a`` has ``wgmma``."""
 
 OPTIONS = ("--std=c++20", f"--gpu-architecture={ARCHITECTURE}")
 
 FORMAT = 1
-"""Of the keys: a number to change when what they are of changes."""
+"""The version of :func:`key_of`: a number to change when the parts of a key change."""
 
 MAX_COMPILED = 1024
-"""Compiled kernels in memory. One beyond it first drops all, which are on the disk."""
+"""Most cubins in memory. An insertion beyond this limit first drops all cubins, which the disk cache still has."""
 
 NVCC_SECONDS = 600
 
 
 def sources(specialization: Specialization) -> tuple[bytes, dict[str, bytes]]:
-    """The text of the kernel's file, and of the headers that it may include."""
+    """The text of the kernel's source, and of all headers that it may include, by name."""
     source = (FOLDER / specialization.kernel.source).read_bytes()
     return source, {path.name: path.read_bytes() for path in sorted(FOLDER.glob("*.cuh"))}
 
@@ -51,7 +51,7 @@ def options(specialization: Specialization) -> tuple[str, ...]:
 
 
 def key_of(specialization: Specialization, compiler: str = "") -> str:
-    """A hash of all that the cubin depends on. Prebuilt kernels leave the version of the compiler out."""
+    """A hash of everything that the cubin depends on. ``compiler`` is empty for prebuilt kernels."""
     source, headers = sources(specialization)
     files = [(name, hashlib.sha256(text).hexdigest()) for name, text in headers.items()]
     parts = FORMAT, specialization.kernel.source, hashlib.sha256(source).hexdigest(), files, options(specialization)
@@ -83,7 +83,7 @@ def _by_nvcc(path: str, specialization: Specialization) -> bytes:
 
 @functools.cache  # one for the life of the process
 def compiler() -> tuple[str, Compile | None]:
-    """The name and version of the compiler, and its function; or why there is none, and None."""
+    """The name and version of the compiler, and a function that compiles; or why there is no compiler, and None."""
     found, reason = nvrtc.find()
     if found is not None:
         return f"nvrtc {found.version[0]}.{found.version[1]}", functools.partial(by_nvrtc, found)
@@ -98,14 +98,14 @@ def compiler() -> tuple[str, Compile | None]:
 
 
 _compiled: BoundedCache[tuple[str, tuple[str, ...]], bytes | CompilerError] = BoundedCache(MAX_COMPILED)
-"""By file and options: what was compiled or read, or why it cannot be compiled."""
+"""(source, options) -> the cubin, or the error if there is none."""
 
 
 def cubin_of(specialization: Specialization) -> bytes:
     """The compiled kernel.
 
     Raises:
-        CompilerError: it cannot be compiled. A later call raises the same without another attempt.
+        CompilerError: the kernel cannot be compiled. A later call raises this error without another attempt.
     """
     at = specialization.kernel.source, options(specialization)
     found = _compiled.get(at)
@@ -113,7 +113,7 @@ def cubin_of(specialization: Specialization) -> bytes:
         with _compiled.lock:  # one thread compiles at a time
             found = _compiled.get(at) or _compiled.insert(at, _get(specialization))
     if isinstance(found, CompilerError):
-        raise CompilerError(str(found))  # a new one: an exception keeps the frames of every time that it is raised
+        raise CompilerError(str(found))  # a copy: an exception keeps the frames of every raise
     return found
 
 
@@ -142,7 +142,7 @@ def _get(specialization: Specialization) -> bytes | CompilerError:
 
 
 def unavailable_reason(*specializations: Specialization) -> str:
-    """Why one of these kernels cannot run here; empty if all can. Compiles those that are not compiled yet."""
+    """Why one of these kernels cannot be compiled; empty if all have cubins. Compiles kernels without a cubin."""
     for one in specializations:
         try:
             cubin_of(one)

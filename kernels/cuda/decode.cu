@@ -1,59 +1,71 @@
-// Decode on Hopper: persistent and warp-specialised, a producer warp and two consumer warpgroups for each KV head.
+// Decode on Hopper: persistent and warp-specialised. A CTA has one producer warp, and two consumer warpgroups for each
+// of its KV heads.
 //
-// Compiled for HEAD_DIM, KV_HEADS (1 or 2, of a CTA), PACKED_ROWS (8 or 16: query heads of a KV head, at most), DTYPE
-// (1 float16, 2 bfloat16: of the products), KV_FP8 (0, 1 e4m3, 2 e5m2) and ROPE (1: queries and keys, of 16 bits, are
-// rotated by their positions, ROPE_LLAMA). Head counts, group, strides, page size,
-// window, soft cap, sinks, scales and the types of an FP8 cache's query and of the output are parameters.
+// Compiled for
+//     HEAD_DIM     64 or 128
+//     KV_HEADS     KV heads of a CTA, 1 or 2
+//     PACKED_ROWS  the largest group (query heads per KV head) that the kernel takes, 8 or 16
+//     DTYPE        type of the WGMMA operands: 1 float16, 2 bfloat16; float16 with an FP8 cache
+//     KV_FP8       type of an FP8 cache: 1 e4m3, 2 e5m2; 0 for a 16-bit cache
+//     ROPE         1: rotate queries and keys by their positions (ROPE_LLAMA); for 16-bit caches alone
+// Head counts, group, strides, page size, window, soft cap, sinks, scales, the type of the output and, with an FP8
+// cache, the type of the query are parameters.
 //
-// Both products are transposed: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T, and
-// its N is packed rows, the heads of a group. So 8 heads take an eighth of the products that 64 rows take. A KV tile is
-// 16 KB of keys and 16 KB of values. FP8 ones become float16 operands in registers; a bfloat16 query becomes float16
-// too, times a power of 2 for each head.
+// Both products have swapped operands: the M of WGMMA, 64, is tokens in S^T = K Q^T and value columns in O^T = V^T P^T,
+// and its N is packed rows, the query heads of a group. So 8 heads take an eighth of the WGMMA work of a 64-row tile. A
+// KV tile is 16 KB of keys and 16 KB of values. FP8 keys and values become float16 operands in registers. A bfloat16
+// query with an FP8 cache becomes float16 too, each head multiplied by a power of 2.
 //
-// A CTA has two KV heads where their number is even and a token of one has at most 128 bytes: heads of 64, and those of
-// 128 with an FP8 cache if the plan is for it. A box of TMA then has twice the bytes, and in NHD rows of both heads
-// follow each other in memory. With FP8 heads of 64 one consumer would not keep up with memory.
+// A CTA has two KV heads if the number of KV heads is even and a token of one head has at most 128 bytes: heads of 64,
+// and, if the plan was made for an FP8 cache, FP8 heads of 128. A TMA box then has twice the bytes, and in NHD the rows
+// of both heads are adjacent in memory. With one FP8 head of 64, one consumer at a time would not keep
+// up with memory.
 //
 // Roles
 // -----
-// warps 0 to 3      consumer 0: work items 0, 2, 4 and so on of the CTA
-// warps 4 to 7      consumer 1: work items 1, 3, 5 and so on
-// warps 8 to 15     consumers 2 and 3: the same for the second of two KV heads
-// the next warp     producer: keys and values of all items, by TMA into a ring of kStages KV tiles
-// 4 more with RoPE  converters: rotate the keys of all items
+// warps 0 to 3            consumer 0, first KV head: work items 0, 2, 4 and so on of the CTA
+// warps 4 to 7            consumer 1, first KV head: work items 1, 3, 5 and so on
+// warps 8 to 15           with KV_HEADS 2: consumers 2 and 3, which are consumers 0 and 1 of the second KV head
+// next warp               producer: loads keys and values of all work items by TMA into a ring of kStages KV tiles
+// last 4 warps with ROPE  converters: rotate the keys of all work items
 //
-// The consumers of a KV head take turns: while one stores its result and loads its next query, the other one has the
-// tiles.
+// The two consumers of a KV head take turns: while one stores its result and loads its next query, the other computes
+// attention on its KV tiles.
 //
 // Schedule
 // --------
-// KV tiles are counted over all work items of a CTA. Tile j lies in stage j % kStages.
+// Tile j is KV tile j of the CTA, counted over all its work items. Tile j lies in stage j % kStages; k_full[j] is the
+// barrier k_full of this stage.
 //
 // prologue
 //     0.  [warp 0]    initialise barriers
-//     1.  [all]       read the work list and the first work items; the producer the first page numbers; with RoPE the
-//                     converters store the turns of columns. Wait for step 0; griddepcontrol.wait; the next kernel may
-//                     start
+//     1.  [all]       unless `early`: griddepcontrol.wait. Read the CTA's range of the work list and its first work
+//                     item; the producer also reads the second item and the first page numbers; with ROPE the
+//                     converters store the turns of column pairs. __syncthreads, which waits for step 0. If `early`:
+//                     griddepcontrol.wait. griddepcontrol.launch_dependents
 // for each work item
-//     2.  [consumer]  load the query; read the next items; with RoPE rotate the query; store it as an operand; wait for
-//                     its turn
-// mainloop, for each KV tile j of the item
-//     3.  [producer]  wait for empty[j]; each lane with a box of the tile loads its keys and values; they complete
-//                     k_full and v_full[j]. First tile of an item: read the page numbers of the next item
-//     3r. [converter] with RoPE, where step 3 completes k_loaded[j]: wait for it; rotate the keys; proxy fence; arrive
-//                     on k_full[j]
+//     2.  [consumer]  load the query; read the next two work items of the CTA; with ROPE rotate the query; store the
+//                     query as a K-major operand; wait for this consumer's turn
+// mainloop, for each KV tile j of the work item
+//     3.  [producer]  wait for empty[j]; each lane that has a box of the tile loads the keys and the values of the box,
+//                     which complete k_full[j] and v_full[j]. After the first tile of a work item: read page numbers of
+//                     the next work item, and the work item after the next
+//     3r. [converter] with ROPE, step 3 completes k_loaded[j] in place of k_full[j]: wait for k_loaded[j]; rotate the
+//                     keys; proxy fence; arrive on k_full[j]
 //     4.  [consumer]  wait for k_full[j]; S^T = K Q^T
-//     5.  [consumer]  scale, soft cap, mask; online softmax: store P^T as a K-major operand. Only if a logit exceeds
-//                     row_max by the threshold, found at the barrier behind P, reduce maxima over the warps, rescale
-//                     O^T and compute P^T again
-//     6.  [consumer]  wait for v_full[j]; last tile: the other consumer's turn. O^T += V^T P^T; arrive on empty[j]
-// epilogue of the item
-//     7.  [consumer]  reduce row sums over the warps; join the sink; divide by l
-//     8.  [consumer]  store the LSE; O through shared memory to the output, or as a partial result to its slot
-//     9.  [consumer]  if the kernel combines splits: who stores the last split of a row combines them
+//     5.  [consumer]  scale, soft cap, mask; compute P^T relative to row_max and store it as a K-major operand. The
+//                     barrier after that store also tells whether a logit exceeds row_max by more than the threshold.
+//                     If so, and in the first tile: reduce maxima over the warps, raise row_max, rescale O^T, and
+//                     compute and store P^T with the new row_max
+//     6.  [consumer]  wait for v_full[j]; in the last tile: pass the turn to the other consumer; O^T += V^T P^T; arrive
+//                     on empty[j]
+// epilogue of the work item
+//     7.  [consumer]  reduce row sums over the warps; add the sink; divide by l
+//     8.  [consumer]  store the LSE; store O through shared memory to the output, or a partial result to its slot
+//     9.  [consumer]  if `combines`: the consumer that stores the last split of a row combines the splits of the row
 //
-// Memory of tokens that the row does not see may hold NaN, which a probability of 0 would not hide. In the tiles that
-// have such tokens, the consumer sets these values to 0 before step 5.
+// Memory of tokens that the row does not see may hold NaN, which a probability of 0 would not hide. In a tile with such
+// tokens, the consumer waits for v_full[j] and sets their values to 0 in step 5, after the mask.
 #include "decode_consumer.cuh"
 #include "decode_producer.cuh"
 #if ROPE
@@ -62,46 +74,48 @@
 
 namespace attn_ops {
 
-// Grid: KV heads, KV_HEADS at a time, by CTAs of the plan. CTAs of neighbouring heads read the same tokens.
-// Owns: the work items of its CTA of the plan for the heads of KV_HEADS KV heads: their rows in `out` and `lse`, or
-//     their partial results in `partial`. If it combines splits, the rows of which it stores the last one, and of every
-//     num_ctas rows one, if that has no tokens.
-// Loop invariant of a consumer, before KV tile j: O^T, row_max and row_sum include the item's tiles before j, row_sum
-//     those tokens of them that the thread has, relative to row_max, which all its threads have alike.
-// Barriers: k_full and v_full, one for each stage: an arrival of the producer, and the bytes; with RoPE that is
-//     k_loaded, and k_full an arrival of each warp of converters. empty: an arrival of each warp of the consumers that
-//     have the tile, one for each KV head. Named barriers: the threads of a consumer, when all have stored P, maxima,
-//     sums or columns; and of both of a KV head, when it is the turn of one.
-// Bound by: reading keys and values; with short work per CTA latency, item to page number to tile.
+// Grid: (num_kv_heads / KV_HEADS, CTAs of the plan). CTAs of neighbouring KV heads read the same tokens.
+// Owns: the work items that the plan gives to CTA blockIdx.y, for KV_HEADS KV heads: their rows in `out` and `lse`, or
+//     their partial results in `partial`. If `combines`, also the output rows whose last split the CTA stores, and
+//     those of the rows blockIdx.y + i * gridDim.y that have no tokens.
+// Loop invariant of a consumer, before KV tile j: O^T, row_max and row_sum include the item's tiles before j. row_sum
+//     is over the tokens of the thread, relative to row_max. row_max of a packed row is equal in all threads.
+// Barriers: k_full and v_full, one per stage: one arrival of the producer, and the bytes of the tile. With ROPE these
+//     are the arrivals of k_loaded, and k_full has one arrival of each converter warp. empty, one per stage: one
+//     arrival of each warp of the consumers that read the tile, one consumer per KV head. Named barriers: kConsumer,
+//     the threads of one consumer, after they stored the query, P, maxima, sums, columns of a result or a split; kTurn,
+//     the threads of both consumers of a KV head, to pass the turn.
+// Bound by: reading keys and values; with little work per CTA, the latency of reading the work item, then the page
+//     number, then the tile.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM]
-    // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns] with rows of kRowBytes
+    // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns]; kRowBytes of columns
     const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
     const float* sinks,                       // [num_kv_heads * group] or null
     const float* kv_scale,                    // [2] or null
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM]
     float* lse,                               // [rows, num_kv_heads * group] or null
-    float* partial,                           // [slots, num_kv_heads * group, HEAD_DIM], then the LSE without HEAD_DIM
+    float* partial,                           // [slots, num_kv_heads * group, HEAD_DIM], then LSEs [slots, heads]
     int* split_counters,                      // [slots, num_kv_heads * group]
     const int* kv_indices,                    // [max_pages]
     const int* kv_len,                        // [max_batch]
     const int* work,                          // [max_items, kWorkStride]
     const int* cta_indptr,                    // [CTAs of the plan + 1]
     const int* merge_indptr,                  // [max_batch + 1]
-    float scale, float cap,                   // of the logits; a cap of 0 is none
+    float scale, float cap,                   // of the logits; a cap of 0: no soft cap
 #if ROPE
-    float rope_theta, float rope_scale,       // the base of the frequencies, and what divides positions
+    float rope_theta, float rope_scale,       // the base of the frequencies, and the divisor of positions
 #endif
-    int window_left,                          // tokens that a row sees before its position, negative for all
+    int window_left,                          // tokens that a row sees before its position; negative: all of them
     int rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
     int group, int page_size,
-    int box,                                  // tokens of a box of the maps
-    // What a page and a head add to the outermost index of the maps:
+    int box,                                  // tokens of a TMA box
+    // Steps of the outermost index of the maps from a page to the next page, and from a head to the next head:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
-    int early,                                // the plan may be read before earlier kernels have ended
-    int combines,                             // splits of a row; otherwise another kernel does, and stores empty rows
-    int query_type, int out_type) {           // OutType; the former is of an FP8 cache
+    int early,                                // whether the plan may be read before earlier kernels have ended
+    int combines,                             // whether this kernel combines splits and stores rows without tokens
+    int query_type, int out_type) {           // OutType; query_type is read with an FP8 cache alone
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   const Problem p = {
       .kv_indices = kv_indices, .kv_len = kv_len, .work = work, .cta_indptr = cta_indptr, .merge_indptr = merge_indptr,
@@ -113,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     acquire_plan();
   else
     wait_for_earlier_kernels();
-  if (warp == 0 && elect()) {  // the producer reads the plan meanwhile
-    if (num_pages > 0) prefetch_map(&k), prefetch_map(&v);  // the maps of no elements are zeros
+  if (warp == 0 && elect()) {  // meanwhile, the producer reads the plan
+    if (num_pages > 0) prefetch_map(&k), prefetch_map(&v);  // without pages, the maps are zeros
     for (int i = 0; i < kStages; ++i) {
 #if ROPE
       init_barrier(shared_address(&shared.k_loaded[i]), 1);

@@ -34,17 +34,18 @@ from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PlanProblem, is_published, num_slots
 
 TILE_BYTES = 16 << 10
-"""Bytes of the keys of a KV tile, and of its values: ``kTileBytes`` of the source."""
+"""Bytes of the keys of a KV tile; its values have as many: ``kTileBytes`` of the source."""
 
 LEAST_SHARED_BYTES = 114 << 10
-"""Of a CTA, so that an SM has room for one.
+"""Least shared memory of a CTA, half of an SM's. With the 1 KB that each CTA reserves, an SM runs one CTA at a time.
 
-The CTAs of the next decode start early: two of them on an SM would share its bandwidth, and leave another SM idle.
+The CTAs of the next decode kernel start early (PDL). Two CTAs on one SM would share its bandwidth, and leave another SM
+idle.
 """
 
 
 def _kernel(rope: bool) -> Kernel:
-    """The kernel and its parameters; with ``rope`` it rotates queries and keys."""
+    """The kernel, which with ``rope`` rotates queries and keys, and its parameters."""
     return Kernel(
         "decode.cu",
         "decode",
@@ -69,11 +70,11 @@ def _kernel(rope: bool) -> Kernel:
 
 
 KERNELS = {rope: _kernel(rope) for rope in (False, True)}
-"""The kernel without RoPE, and with it."""
+"""Whether the kernel rotates queries and keys -> kernel."""
 
 
 def threads(kv_heads: int, rope: bool) -> int:
-    """``kThreads`` of the source: two warpgroups for each KV head, the producer, and the converters of RoPE."""
+    """``kThreads`` of the source: two warpgroups per KV head, the producer warp, with RoPE one more warpgroup."""
     return kv_heads * 2 * 128 + 32 + 128 * rope
 
 
@@ -83,15 +84,15 @@ def stages(rope: bool) -> int:
 
 
 def tile_tokens(dim: int, kv_heads: int, fp8: bool) -> int:
-    """``kTile`` of the source."""
+    """``kTile`` of the source: tokens of a KV tile."""
     return TILE_BYTES // (kv_heads * dim * (1 if fp8 else 2))
 
 
 def shared_bytes(key: DecodeKey) -> int:
-    """``Shared`` of the source: the ring, what two consumers for each KV head have, barriers and flags.
+    """Bytes of ``Shared`` of the source: the ring, the memory of the consumers, barriers and flags.
 
-    A consumer has the query, the probabilities of two KV tiles, a result in float32, sums of warps and scales. RoPE has
-    another barrier for each stage, and a number for each two columns.
+    A consumer has the query, the probabilities of two KV tiles, a result in float32, maxima or sums of warps, and
+    scales of heads. RoPE adds a barrier for each stage, and the turns of each pair of columns.
     """
     dim, consumers, ring = key.head_dim, 2 * key.kv_heads, stages(key.rope)
     blocks = dim // COLUMNS + 2 * tile_tokens(dim, key.kv_heads, key.fp8 is not None) // COLUMNS
@@ -128,7 +129,7 @@ SPECIALIZATIONS = {
 def cache_arguments(
     k_cache: Tensor, v_cache: Tensor, problem: PlanProblem, kv_layout: str, kv_heads: int
 ) -> dict[str, Any]:
-    """The arguments of keys and values, of which a CTA has ``kv_heads``."""
+    """The arguments for keys and values, if a CTA has ``kv_heads`` KV heads."""
     token, head = PAGED_DIMS[kv_layout]
     tokens = tile_tokens(problem.head_dim_vo, kv_heads, k_cache.dtype in FP8_TYPES)
     arguments: dict[str, Any] = {"box": box_of_pages(problem.page_size, tokens)}

@@ -1,4 +1,4 @@
-// Decode: a consumer.
+// Decode: the consumer warpgroups. The numbers of steps are those of the schedule in `decode.cu`.
 #pragma once
 
 #include "decode_query.cuh"
@@ -14,15 +14,15 @@
 namespace attn_ops {
 namespace {
 
-constexpr int kOwnRows = kPackedRows / 4;
+constexpr int kOwnRows = kPackedRows / 4;  // packed rows of a thread
 
-// One warpgroup: every other work item of the CTA, for one KV head.
+// One warpgroup. It computes every second work item of the CTA, for one KV head.
 struct Consumer {
   const Problem& p;
   const Queries& queries;
   const Results& results;
   Shared& shared;
-  const int number;  // of the consumer: those of a KV head follow each other
+  const int number;  // of this consumer in the CTA: kTurns consecutive numbers for each KV head
   const int turn = number % kTurns;
   ConsumerShared& own = shared.consumers[number];
   const int thread = threadIdx.x % kConsumerThreads, warp = thread / 32;
@@ -31,20 +31,21 @@ struct Consumer {
   float* const reduced = &own.reduced[0][0];
 
   uint32 stage = 0, parity = 0;
-  uint32 buffer = 0;        // of P
-  float factors[kOwnRows];  // of logits
+  uint32 buffer = 0;        // index of the buffer of P
+  float factors[kOwnRows];  // multiply the results of the QK product
   float row_max[kOwnRows];
   float row_sum[kOwnRows];  // over the tokens of this thread
   Product output[kColumnBlocks];
 
   DEVICE void sync() const { named_sync(kConsumer + number, kConsumerThreads); }
 
-  // The other consumer may wait for KV tiles. Not before this one has waited for those before them: a barrier that is
-  // two phases behind looks complete.
+  // Passes the turn to the other consumer of the KV head, which then waits for its KV tiles. Called after this consumer
+  // has waited for all its own KV tiles: a wait knows the parity of a phase alone, and would return at once while the
+  // phase before is not complete.
   DEVICE void hand_over() const { named_arrive(kTurn + (number ^ 1), kTurns * kConsumerThreads); }
   DEVICE void wait_for_turn() const { named_sync(kTurn + number, kTurns * kConsumerThreads); }
 
-  // The rows of this consumer's KV head among those of a KV tile.
+  // Shared-memory address of this consumer's KV head in the keys or values of a KV tile.
   DEVICE uint32 of_head(const char (&rows)[kTileBytes]) const {
     return shared_address(rows) + number / kTurns * kHeadBytes;
   }
@@ -54,7 +55,8 @@ struct Consumer {
     for (int c = 0; c < kColumnBlocks; ++c) fence_registers(output[c]);
   }
 
-  // Logits of base 2, -inf for tokens that the row does not see.
+  // Turns the QK product of the tile that begins at token `first` into base-2 logits, -inf for tokens that the row does
+  // not see.
   DEVICE void scale_and_mask(Product (&logits)[kTokenBlocks], const WorkItem& item, int first) const {
 #pragma unroll
     for (int t = 0; t < kTokenBlocks; ++t)
@@ -79,8 +81,8 @@ struct Consumer {
           for (int j = 0; j < kOwnRows; ++j) logits[t][place(j, r)] = -kInfinity;
   }
 
-  // Sets the values of tokens that the row does not see to 0: that memory may hold NaN, which a probability of 0 would
-  // not hide. What is done after P is stored, proxy fence and barrier, is done for the zeros too.
+  // Sets the values of tokens that the row does not see to 0: their memory may hold NaN, which a probability of 0 would
+  // not hide. The proxy fence and the barrier after the store of P order these stores too before the PV product.
   DEVICE void zero_values(const WorkItem& item, int first) const {
     constexpr int kChunks = kTokenBytes / 16;
     const uint32 values = of_head(shared.stages[stage].values);
@@ -94,7 +96,7 @@ struct Consumer {
     }
   }
 
-  // P relative to row_max, to its buffer, and its sums over the tokens of this thread.
+  // Stores P, relative to row_max, in buffer `buffer`. `sums` are the sums of P over the tokens of this thread.
   DEVICE void exponentiate(const Product (&logits)[kTokenBlocks], float (&sums)[kOwnRows]) const {
 #pragma unroll
     for (float& sum : sums) sum = 0;
@@ -111,10 +113,10 @@ struct Consumer {
         }
       store_probabilities<kPackedRows>(shared_address(own.p[buffer][t]), probabilities, warp);
     }
-    fence_async_shared();  // P, and values that are cleared
+    fence_async_shared();  // for P, and for the zeros of zero_values
   }
 
-  // Raises row_max where the logits of the KV tile exceed it by the threshold, and rescales what is relative to it.
+  // Raises row_max where a logit of the KV tile exceeds it by more than the threshold. Rescales row_sum and O^T.
   DEVICE void raise_row_max(const Product (&logits)[kTokenBlocks]) {
     float largest[kOwnRows];
 #pragma unroll
@@ -150,8 +152,9 @@ struct Consumer {
     return exceeds;
   }
 
-  // Step 5. Most KV tiles need no maximum over threads: these find out at the barrier behind P whether one of them has
-  // a larger logit. Then P is computed again.
+  // Step 5. Most KV tiles do not raise row_max and need no maximum over threads. The barrier after the store of P tells
+  // all threads whether one of them has a logit that exceeds row_max by more than the threshold. Only then, and in the
+  // first tile, maxima are reduced, and P is computed with the new row_max.
   DEVICE void softmax(const Product (&logits)[kTokenBlocks], bool first_tile) {
     float sums[kOwnRows];
     bool exceeds = first_tile;
@@ -168,7 +171,7 @@ struct Consumer {
     for (int j = 0; j < kOwnRows; ++j) row_sum[j] += sums[j];
   }
 
-  // Steps 4 to 6 of the KV tile from token `first` on. `hands_over`: another item follows.
+  // Steps 4 to 6 of the KV tile that begins at token `first`. `hands_over`: the CTA has another work item after this.
   DEVICE void attend(const WorkItem& item, int first, bool hands_over) {
     const Stage& tile = shared.stages[stage];
     Product logits[kTokenBlocks];
@@ -192,7 +195,7 @@ struct Consumer {
     buffer ^= 1;
   }
 
-  // Steps 7 and 8: divides by the row sums, and stores output and LSE, or the partial result of a split.
+  // Steps 7 to 9: divides by the row sums, stores output and LSE or the partial result of a split, and combines.
   DEVICE void store(const WorkItem& item) {
     const StoredRow to(results, item, p);
     reduce_to<kOwnRows, 16>(reduced + warp, row_sum, 0, Sum{});
@@ -213,7 +216,7 @@ struct Consumer {
           const float x = output[c][place(j, r)] * norm;
           if (to.whole)
             store_shared(shared_address(own.staged) + head * kStagedRowBytes + column * 4, x);
-          else if (exists)  // lanes have 8 neighbouring columns
+          else if (exists)  // the 8 lanes of a packed row store 8 consecutive columns, with FP8 every second of 16
             results.partial[(to.first + head) * kDim + column] = x;
         }
     }
@@ -223,7 +226,7 @@ struct Consumer {
       combine_if_last(item.row);
   }
 
-  // The result of a whole row in its type, 4 columns of a thread at a time.
+  // Stores the rows that are not split in the type of the output. A thread stores 4 columns at a time.
   DEVICE void store_staged(const StoredRow& to) const {
     sync();  // columns are stored
     if (!to.exists) return;
@@ -235,12 +238,12 @@ struct Consumer {
     }
   }
 
-  // Step 9. The last split of a row to be stored, by whichever CTA, combines all of them.
+  // Step 9. The consumer that stores the last split of a row, in whichever CTA, combines the splits of the row.
   DEVICE void combine_if_last(int row) const {
     const Splits splits(p, row);
     if (splits.count() <= 0) return;
     fence_gpu();
-    sync();  // all have stored their part of the split
+    sync();  // all threads have stored their part of the split
     int& combines = shared.combines[number];
     if (thread == 0) combines = splits.count_to_last(results);
     sync();
@@ -252,7 +255,7 @@ struct Consumer {
   DEVICE void run(const WorkList& list) {
     int i = list.begin + turn;
     WorkItem item = turn == 0 ? list.first : read_item(p, i, list.stop);
-    uint32 tile = turn == 0 ? 0 : list.first.tiles();  // number of the item's first KV tile among all of this CTA
+    uint32 tile = turn == 0 ? 0 : list.first.tiles();  // number of the item's first KV tile in the CTA
     for (; i < list.stop; i += kTurns) {
       QueryChunks query(queries, item.row, p.rows, thread);
       const WorkItem of_other = read_item(p, i + 1, list.stop), next = read_item(p, i + 2, list.stop);
@@ -266,8 +269,8 @@ struct Consumer {
       query.rotate(shared.turns, item.position, thread);
 #endif
       query.store(shared_address(own.query), own.scales, queries.type, thread);
-      fence_async_shared();  // the query
-      sync();                // the query is stored
+      fence_async_shared();
+      sync();  // the query is stored
 #pragma unroll
       for (int j = 0; j < kOwnRows; ++j) factors[j] = queries.factor() * (KV_FP8 ? own.scales[packed_row(j)] : 1.f);
       if (i > list.begin) wait_for_turn();

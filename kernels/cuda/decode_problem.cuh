@@ -1,4 +1,4 @@
-// Decode: sizes, shared memory, and which work items a CTA has. `decode.cu` has the schedule.
+// Decode: sizes, shared memory, and the work items of a CTA. The schedule is in `decode.cu`.
 #pragma once
 
 #include "schedule.cuh"
@@ -14,44 +14,44 @@ namespace attn_ops {
 namespace {
 
 constexpr int kDim = HEAD_DIM;
-constexpr int kPackedRows = PACKED_ROWS;                      // query heads of a KV head, at most
-constexpr int kTileBytes = 16 << 10;                          // of the keys of a KV tile, and of its values
-constexpr int kTokenBytes = kDim * (KV_FP8 ? 1 : 2);          // of one head
+constexpr int kPackedRows = PACKED_ROWS;                      // at least the group
+constexpr int kTileBytes = 16 << 10;                          // keys of a KV tile; its values have as many bytes
+constexpr int kTokenBytes = kDim * (KV_FP8 ? 1 : 2);          // the key, or value, of a token and KV head
 constexpr int kTile = kTileBytes / (KV_HEADS * kTokenBytes);  // tokens of a KV tile
-// KV tiles of the ring. With more, SMs share the bandwidth less evenly; with RoPE one is being rotated.
+// KV tiles of the ring. With more stages, SMs share the bandwidth less evenly. With ROPE, the keys of one are rotated.
 constexpr int kStages = ROPE ? 4 : 3;
-constexpr int kTurns = 2;   // consumers of a KV head
+constexpr int kTurns = 2;   // consumers of a KV head, which take turns
 constexpr int kConsumers = KV_HEADS * kTurns, kConsumerWarps = 4, kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kProducerWarp = kConsumers * kConsumerWarps;
 constexpr int kConverterThreads = ROPE ? 128 : 0, kThreads = 32 * (kProducerWarp + 1) + kConverterThreads;
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
-// A token in shared memory has rows as wide as the swizzle. A page is one box: its tokens are in groups of 8, each with
-// all columns of one head, then of the other.
+// Keys or values of a KV tile in shared memory, as TMA boxes write them:
+// [tokens / 8, KV_HEADS, kTokenBytes / kRowBytes, 8 tokens, kRowBytes]. A row is as wide as the swizzle.
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
-constexpr int kBlockBytes = 8 * kRowBytes;          // to the next rows of the same tokens
-constexpr int kHeadBytes = 8 * kTokenBytes;         // to the same tokens of the other head
+constexpr int kBlockBytes = 8 * kRowBytes;          // to the next block of columns of the same 8 tokens
+constexpr int kHeadBytes = 8 * kTokenBytes;         // to the second KV head of the same 8 tokens
 constexpr int kGroupBytes = KV_HEADS * kHeadBytes;  // to the next 8 tokens
-// The query and P are 16-bit operands of rows of 64 columns, or of 64 tokens.
+// The query and P are 16-bit operands. Their rows, one per packed row, have 64 columns of the query or 64 tokens of P.
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;
 constexpr int kOperandBytes = kPackedRows * kOperandRowBytes;  // to the next 64 columns or tokens
-constexpr int kStagedRowBytes = kDim * 4 + 16;  // of a head of a result. By the 16, lanes store to different banks
+constexpr int kStagedRowBytes = kDim * 4 + 16;  // a packed row of O, float32; the 16 bytes avoid bank conflicts
 static_assert(kDim % 64 == 0 && kTile % 64 == 0 && (kPackedRows == 8 || kPackedRows == 16));
-static_assert(kTile / 8 <= 32);                 // boxes of a KV tile: a lane has one
-static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // a tensor map has one dimension for heads and rows
+static_assert(kTile / 8 <= 32);                 // a lane loads at most one box of a KV tile
+static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // one dimension of the maps is heads or column blocks
 static_assert(!(ROPE && KV_FP8));
-enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // and those of the other consumers
+enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // the first of kConsumers barriers each
 
 struct Stage {
   char keys[kTileBytes], values[kTileBytes];
 };
 
-// Of one consumer.
+// Shared memory of one consumer.
 struct alignas(1024) ConsumerShared {
   char query[kColumnBlocks][kOperandBytes];
-  char p[2][kTokenBlocks][kOperandBytes];  // probabilities of two KV tiles
-  char staged[kPackedRows * kStagedRowBytes];
-  float reduced[kPackedRows][kConsumerWarps];  // maxima or sums of the warps
-  float scales[kPackedRows];                   // of heads of the query, with an FP8 cache
+  char p[2][kTokenBlocks][kOperandBytes];      // probabilities of two KV tiles
+  char staged[kPackedRows * kStagedRowBytes];  // O on its way to the output
+  float reduced[kPackedRows][kConsumerWarps];  // maximum or sum of a packed row over the tokens of each warp
+  float scales[kPackedRows];                   // with an FP8 cache: factor of the logits of each query head
 };
 
 struct Shared {
@@ -60,9 +60,9 @@ struct Shared {
   uint64 k_full[kStages], v_full[kStages], empty[kStages];
 #if ROPE
   uint64 k_loaded[kStages];
-  uint64 turns[kDim / 2];  // of pairs of columns, as in rope.cuh
+  uint64 turns[kDim / 2];  // turns per position of each pair of columns, in units of 2^-64 (rope.cuh)
 #endif
-  int combines[kConsumers];  // whether the consumer stored the last split of a row
+  int combines[kConsumers];  // whether each consumer stored the last split of a row
 };
 
 struct Problem {
@@ -72,7 +72,7 @@ struct Problem {
 };
 
 DEVICE int first_kv_head() { return blockIdx.x * KV_HEADS; }
-DEVICE int kv_head() {  // of a consumer
+DEVICE int kv_head() {  // KV head of the consumer that this thread belongs to
   return first_kv_head() + (KV_HEADS > 1 ? threadIdx.x / (kTurns * kConsumerThreads) : 0);
 }
 DEVICE int num_kv_heads() { return gridDim.x * KV_HEADS; }
@@ -80,23 +80,23 @@ DEVICE int cta_of_plan() { return blockIdx.y; }
 DEVICE int num_ctas() { return gridDim.y; }
 
 struct WorkItem {
-  int row;         // of q
-  int position;    // of the row in the KV sequence
-  int slot;        // of the partial result, negative without a split
-  int page_start;  // of the request in kv_indices
-  int begin, end;  // KV tokens that the row sees, within the page table; 0 and 0 if there are none
-  int first;       // token of the first KV tile: where the box of `begin` begins
+  int row;         // query row, an index of q
+  int position;    // position of the query row in the KV sequence
+  int slot;        // slot of the partial result; negative: the row is not split
+  int page_start;  // index of the request's first page in kv_indices
+  int begin, end;  // KV tokens of the item that the row sees, within the page table; 0 and 0 if there are none
+  int first;       // first token of the first KV tile: the first token of the box that holds `begin`
 
   DEVICE int tiles() const { return (end - first + kTile - 1) / kTile; }
-  // Whether the KV tile from token `tile` on has tokens that the row does not see.
+  // Whether the row does not see all tokens of the KV tile that begins at token `tile`.
   DEVICE bool hides(int tile) const { return tile < begin || tile + kTile > end; }
   DEVICE bool sees(int token) const { return uint32(token - begin) < uint32(end - begin); }
 };
 
-// Item `item` of those before `stop`, bounded by the capacities; otherwise one without tokens.
+// Reads work item `item`, bounded by the capacities. If item >= stop: a work item without tokens.
 DEVICE WorkItem read_item(const Problem& p, int item, int stop) {
-  // No wider loads: a plan may lie at any multiple of 4 bytes. All of them before the first use, and none in a branch:
-  // they are in flight together.
+  // Loads of 4 bytes: a plan may lie at any multiple of 4 bytes. All loads precede the first use of a result and none
+  // is in a branch, so that they are in flight together.
   const int* record = p.work + int64(item) * kWorkStride;
   const bool listed = item < stop;
   const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
@@ -113,13 +113,14 @@ DEVICE WorkItem read_item(const Problem& p, int item, int stop) {
   return to;
 }
 
-// The work items of a CTA of the plan.
+// The work items of this CTA.
 struct WorkList {
-  int begin, stop;
-  WorkItem first;
+  int begin, stop;  // items of the plan
+  WorkItem first;   // item `begin`
 
   DEVICE explicit WorkList(const Problem& p) {
-    // With one request the first item of CTA c is item c: it is read beside cta_indptr, and again if it is another.
+    // With one request, the first item of CTA c is item c. So item c is loaded at the same time as cta_indptr, and the
+    // first item is loaded again if it is another one.
     const int cta = cta_of_plan(), from = p.cta_indptr[cta], to = p.cta_indptr[cta + 1];
     first = read_item(p, cta, p.max_items);
     begin = min(max(from, 0), p.max_items), stop = min(to, p.max_items);
@@ -127,7 +128,8 @@ struct WorkList {
   }
 };
 
-// Behind the reads of the plan: barriers are initialised, earlier kernels have ended, and the next one may start.
+// Called after the first reads of the plan. Afterwards barriers are initialised, earlier kernels have ended, and the
+// next kernel may start.
 DEVICE void end_prologue(bool early) {
   __syncthreads();
   if (early) wait_for_earlier_kernels();

@@ -7,19 +7,19 @@
 namespace attn_ops {
 namespace {
 
-// Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
+// Keys or values in global memory. The outermost index of a box is page * page_step + head * head_step.
 struct Source {
   const TensorMap* map;
   int page_step, head_step;
 };
 
-// Where a lane's box lies.
+// The position of a TMA box in the cache.
 struct Box {
   uint32 page;
-  int row;  // group of 8 tokens of the page; that after the last where the work item ends
+  int row;  // index of the first group of 8 tokens in the page; page_size / 8 for a box after the end of the work item
 };
 
-// The box of this lane among the 32 from token `first` on.
+// The box of this lane: of the 32 boxes from token `first` on, lane l has box l.
 DEVICE Box locate_box(const Problem& p, const WorkItem& item, int first) {
   const int token = first + threadIdx.x % 32 * p.box;
   const bool exists = token < item.end;
@@ -27,9 +27,10 @@ DEVICE Box locate_box(const Problem& p, const WorkItem& item, int first) {
           (exists ? token % p.page_size : p.page_size) / 8};
 }
 
-// One warp: the KV tiles of all work items into the ring. Boxes after the end lie outside of the tensor map and read as
-// zeros. The plan is read while tiles are on their way: after the first tile of an item the first page numbers of the
-// next item, and the item after that. Page numbers are read 32 boxes at a time, at least one KV tile ahead.
+// One warp. It loads the KV tiles of all work items into the ring. Boxes after the end of a work item lie outside of
+// the tensor map, so that TMA writes zeros. The warp reads the plan while loads of tiles are in flight: after it has
+// issued the first tile of a work item, it reads the first page numbers of the next item, and the item after the next.
+// It reads page numbers of 32 boxes at a time, at least one KV tile ahead.
 DEVICE void produce(const Problem& p, const Source& keys, const Source& values, bool early, Shared& shared) {
   const int lane = threadIdx.x % 32, boxes = kTile / p.box, box_bytes = p.box / 8 * kGroupBytes;
   const int k_head = first_kv_head() * keys.head_step, v_head = first_kv_head() * values.head_step;
@@ -43,7 +44,7 @@ DEVICE void produce(const Problem& p, const Source& keys, const Source& values, 
   for (int i = list.begin; i < list.stop; ++i) {
     WorkItem after_next = {};
     Box later = {}, of_next = {};
-    int first = item.first, used = 0;  // boxes
+    int first = item.first, used = 0;  // first token of the tile; boxes of `box` that earlier tiles have used
     do {
       if (first < item.end) {
 #if ROPE

@@ -1,4 +1,4 @@
-// Decode: the products of a 16-bit KV tile, by WGMMA from shared memory.
+// Decode: the products of a 16-bit KV tile. Both operands of WGMMA are in shared memory.
 #pragma once
 
 #include "decode_problem.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 using Product = float[kPackedRows / 2];
 
-// The column of the result, of those of its block, that this thread has in line `r` of O^T.
+// The value column, in its block of 64, of this thread's line `r` of O^T. A thread has lines 0 and 1 of each product.
 DEVICE int column_of(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
 
 // S^T = K Q^T.

@@ -13,27 +13,28 @@
 namespace attn_ops {
 namespace {
 
-// Queries in global memory, and what their logits are multiplied by.
+// Queries in global memory, and the scales of their logits.
 struct Queries {
   const char* q;
   int64 row, head;         // strides in elements
   int group;
-  int type;                // OutType, with an FP8 cache
-  float scale, cap;        // a cap of 0 is none
-  const float* kv_scale;   // [2] or null
+  int type;                // OutType of q; read with an FP8 cache alone
+  float scale, cap;        // a cap of 0: no soft cap
+  const float* kv_scale;   // [2], of keys and of values, or null
 
-  // Without a cap logits are of base 2; the cap takes natural ones, and is itself of base 2.
+  // Multiplies the QK product. Without a cap the result is base-2 logits. With a cap it is the arguments of tanh, and
+  // base2_cap() * tanh(argument) is base-2 logits.
   DEVICE float factor() const { return scale * (cap > 0 ? 1 / cap : kLog2e) * (kv_scale ? kv_scale[0] : 1.f); }
   DEVICE float base2_cap() const { return cap > 0 ? cap * kLog2e : 0.f; }
 };
 
-// The query of a work item on its way to shared memory: 16-byte chunks of this thread.
+// The query of a work item on its way to shared memory. A thread has kOwn chunks of 16 bytes, of 8 columns each.
 struct QueryChunks {
   static constexpr int kHeadChunks = kDim / 8, kChunks = kPackedRows * kHeadChunks;
   static constexpr int kOwn = (kChunks + kConsumerThreads - 1) / kConsumerThreads;
   uint32 chunks[kOwn][4];
 
-  // Zeros for heads that the group does not have.
+  // Loads the chunks. Packed rows after the group are zeros.
   DEVICE QueryChunks(const Queries& q, int row, int rows, int thread) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -47,7 +48,8 @@ struct QueryChunks {
   }
 
 #if ROPE
-  // A chunk has one column of each of its pairs; the chunk of another lane, half a head away, has the other one.
+  // Rotates the chunks. RoPE pairs columns i and i + kDim / 2. A chunk has one column of each of 8 pairs; the chunk of
+  // lane ^ kHalf, half a head away, has the other column.
   DEVICE void rotate(const uint64 (&turns)[kDim / 2], int position, int thread) {
     constexpr int kHalf = kHeadChunks / 2;
     const int column = thread % kHeadChunks, first = column % kHalf * 8;
@@ -68,7 +70,8 @@ struct QueryChunks {
   }
 #endif
 
-  // To the K-major operand [packed rows, kDim]. Of a bfloat16 query in float16, the scales of heads go to `scales`.
+  // Stores the chunks as the K-major operand [packed rows, kDim]. With an FP8 cache a bfloat16 query is stored as
+  // float16, each head multiplied by a power of 2, and `scales` gets the inverse powers (1 for a float16 query).
   DEVICE void store(uint32 to, float* scales, int type, int thread) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -92,7 +95,7 @@ struct QueryChunks {
       if (exists && column == 0) scales[head] = inverse_of_power(scale);
       if (exists)
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd)  // pairs 0 and 2, or 1 and 3, of this chunk are neighbours in the operand
+        for (int odd = 0; odd < 2; ++odd)  // pairs 0 and 2, then 1 and 3, of the chunk are adjacent in the operand
           store_shared(row + (column % 8 / 2 * 2 + odd ^ head % 8) * 16 + column % 2 * 8, __uint_as_float(x[odd]),
                        __uint_as_float(x[odd + 2]));
 #else

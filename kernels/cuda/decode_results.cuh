@@ -1,4 +1,4 @@
-// Decode: where results go, and the combine of a row's splits in eager calls.
+// Decode: where results are stored, and the combine of the splits of a row, which this kernel does in eager calls.
 #pragma once
 
 #include "decode_problem.cuh"
@@ -10,11 +10,11 @@ namespace {
 struct Results {
   void* out;             // [rows, heads, kDim]
   float* lse;            // [rows, heads] or null
-  float* partial;        // [slots, heads, kDim], then the LSE [slots, heads]
+  float* partial;        // [slots, heads, kDim], then LSEs [slots, heads]
   int* split_counters;   // [slots, heads]
   const float* sinks;    // [heads] or null
   int slots, group;
-  bool combines;         // splits of a row. Otherwise another kernel does, and stores rows without tokens
+  bool combines;         // whether this kernel, not a later one, combines splits and stores rows without tokens
   int out_type;
 
   DEVICE int heads() const { return num_kv_heads() * group; }
@@ -22,19 +22,19 @@ struct Results {
   DEVICE float* partial_lse() const { return partial + int64(slots) * heads() * kDim; }
 };
 
-// The online-softmax state of a row and head.
+// The online-softmax state of a query row and head.
 struct RowState {
   float row_max = -kInfinity, row_sum = 0;
 
-  // Adds a logit, or states relative to it with this sum. Returns what rescales earlier values.
-  DEVICE float add(float logit, float sum) {
+  // Adds 2^logit to the softmax denominator. Returns the factor that rescales the values added before.
+  DEVICE float add(float logit) {
     const float new_max = fmaxf(row_max, logit), anchor = finite(new_max);
     const float alpha = exp2_approx(row_max - anchor);
-    row_max = new_max, row_sum = row_sum * alpha + sum * exp2_approx(logit - anchor);
+    row_max = new_max, row_sum = row_sum * alpha + exp2_approx(logit - anchor);
     return alpha;
   }
   DEVICE float add_sink(const Results& to, int head) {
-    return to.sinks ? add(to.sinks[to.first_head() + head] * kLog2e, 1) : 1.f;
+    return to.sinks ? add(to.sinks[to.first_head() + head] * kLog2e) : 1.f;
   }
   DEVICE float inverse() const { return row_sum > 0 ? 1 / row_sum : 0.f; }
   DEVICE float lse() const { return row_max + log2f(row_sum); }
@@ -42,9 +42,9 @@ struct RowState {
 
 // Where the result of a work item is stored.
 struct StoredRow {
-  bool whole, exists;  // not a split; within the capacity
-  int64 first;         // of the row's heads: its number among those of `out` or `partial`
-  float* lse;
+  bool whole, exists;  // whole: the row is not split; exists: the row or slot is within the capacity
+  int64 first;         // index of the group's first head in [rows, heads] of `out`, or [slots, heads] of `partial`
+  float* lse;          // LSEs of `out` or of `partial`, with the same index; may be null for `out`
 
   DEVICE StoredRow(const Results& to, const WorkItem& item, const Problem& p) {
     whole = item.slot < 0;
@@ -54,7 +54,7 @@ struct StoredRow {
   }
 };
 
-// The slots of a row's splits, in the order of the request.
+// The slots of a row's splits, in the order of their tokens.
 struct Splits {
   int begin = 0, end = 0;
 
@@ -64,14 +64,15 @@ struct Splits {
   }
   DEVICE int count() const { return end - begin; }
 
-  // Counts a stored split for this KV head. Whether it is the last one, which sets the counter back to 0.
+  // Counts a stored split for this KV head. Returns whether it is the last one, which sets the counter back to 0.
   DEVICE bool count_to_last(const Results& to) const {
     const int64 at = int64(begin) * to.heads() + kv_head();
     return atomic_increment(to.split_counters + at, count() - 1) == uint32(count() - 1);
   }
 };
 
-// The partial results of a row's splits for the heads of this CTA. Threads have four columns of a head each.
+// Combines the partial results of the splits of a row, for the query heads of one KV head. Without splits it stores
+// zeros, and an LSE of the sink or -inf. A thread computes four columns of a head at a time.
 DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int thread, int threads) {
   constexpr int kAtOnce = 4;
   const int64 heads = to.heads(), first_head = to.first_head();
@@ -94,7 +95,7 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        const float alpha = state.add(logits[n], 1), split_alpha = exp2_approx(logits[n] - finite(state.row_max));
+        const float alpha = state.add(logits[n]), split_alpha = exp2_approx(logits[n] - finite(state.row_max));
         sum = {sum.x * alpha + x[n][0] * split_alpha, sum.y * alpha + x[n][1] * split_alpha,
                sum.z * alpha + x[n][2] * split_alpha, sum.w * alpha + x[n][3] * split_alpha};
       }
@@ -107,8 +108,9 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
   }
 }
 
-// Zeros, and an LSE of -inf or the sink, to those rows of this CTA that have no tokens: they have no work item. The
-// warps of the consumers of a KV head; a lane looks at a row of every 32.
+// Stores the results of rows without tokens, which have no work item: zeros, and an LSE of the sink or -inf. This CTA
+// has the rows cta_of_plan() + i * num_ctas(). All warps of the consumers of a KV head call this function. A warp reads
+// the lengths of 32 of these rows at a time, one per lane.
 DEVICE void store_empty_rows(const Problem& p, const Results& to) {
   constexpr int kWarps = kTurns * kConsumerWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps, rows = min(p.rows, p.max_batch);

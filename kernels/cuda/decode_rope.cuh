@@ -1,4 +1,4 @@
-// Decode: the converters with RoPE, which rotate keys in place; consumers rotate their queries.
+// Decode with RoPE: the converter warpgroup, which rotates keys in place. Consumers rotate their queries.
 #pragma once
 
 #include "decode_problem.cuh"
@@ -7,13 +7,13 @@
 namespace attn_ops {
 namespace {
 
-// Before the barrier at the end of the prologue: the turns of all pairs of columns.
+// Stores the turns of all pairs of columns, which converters and consumers read after end_prologue.
 DEVICE void store_turns(float theta, float scale, Shared& shared) {
   const int pair = threadIdx.x % kConverterThreads;
   if (pair < kDim / 2) shared.turns[pair] = Frequencies<kDim>(theta, scale).turns(pair);
 }
 
-// A warpgroup: the keys of all KV tiles of the CTA.
+// One warpgroup. It rotates the keys of all KV tiles of the CTA.
 DEVICE void rotate_keys(const Problem& p, const WorkList& list, Shared& shared) {
   using Rotation = RowRotation<kDim, kConverterThreads>;
   const Rotation rotation(threadIdx.x % kConverterThreads);

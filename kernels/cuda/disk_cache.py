@@ -1,8 +1,8 @@
-"""Compiled kernels on disk, private to the user.
+"""A cache of cubins on disk, private to the user.
 
-A file holds a digest and a cubin. The digest is of the key and the cubin, so that a file that is cut off, changed or
-under another name is not loaded: it is compiled again. Files of other users are not read, and a folder of another user
-is not used. Files are written whole, so that processes may share the folder.
+A file is a digest and a cubin. The digest is of the key and the cubin: a file that is truncated, changed or renamed is
+not loaded, and the kernel is compiled again. Files and folders of other users are not used. A file is written under a
+temporary name and then renamed, so that processes may share the folder.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ LOG = logging.getLogger(__name__)
 VARIABLE = "ATTN_OPS_CACHE_DIR"
 """The environment variable that moves the cache."""
 
-MAX_FILES = 512
-"""A file beyond this removes those that have not been used for the longest time. One version has some 290 kernels."""
+MAX_FILES = 1024
+"""Most files. A file beyond this limit evicts the least recently used files. One version has 332 cubins, and
+two versions may take turns."""
 
 MAX_BYTES = 64 << 20
-"""Larger files are none of ours."""
+"""Larger files are not read: cubins are far smaller."""
 
 OURS = re.compile(r"[0-9a-f]+\.cubin|\.\d+\.[0-9a-f]{16}")
-"""Names of files that :func:`store` writes: cubins, and partial ones."""
+"""Names of files that :func:`store` writes: cubins, and temporary names of files that are being written."""
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def folder() -> Path | None:
-    """``attn_ops/cuda`` in ``$ATTN_OPS_CACHE_DIR`` or in the user's cache folder. None: there is no such folder."""
+    """``attn_ops/cuda`` in ``$ATTN_OPS_CACHE_DIR`` or in the user's cache folder; None if the user has no home."""
     given = os.environ.get(VARIABLE)
     try:
         base = Path(given or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -46,10 +47,10 @@ def folder() -> Path | None:
 
 @contextlib.contextmanager
 def _opened(create: bool) -> Iterator[int]:
-    """A descriptor of the folder, which belongs to this user and is open to no other.
+    """A file descriptor of the folder, which belongs to this user and has no permissions for other users.
 
     Raises:
-        OSError: there is none, or it is another user's.
+        OSError: there is no folder, or it belongs to another user.
     """
     path = folder()
     if path is None:
@@ -73,7 +74,7 @@ def _opened(create: bool) -> Iterator[int]:
 
 
 def unusable_reason() -> str:
-    """Why compiled kernels cannot be kept; empty if they can."""
+    """Why cubins cannot be stored; empty if they can."""
     try:
         with _opened(create=True):
             return ""
@@ -90,7 +91,7 @@ def _name(key: str) -> str:
 
 
 def load(key: str) -> bytes | None:
-    """The cubin of ``key``, a hexadecimal hash; None if there is none that can be trusted."""
+    """The cubin of ``key``, a hexadecimal hash. None if there is none, or its file is damaged or another user's."""
     try:
         with _opened(create=False) as where:
             descriptor = os.open(_name(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=where)
@@ -113,7 +114,7 @@ def load(key: str) -> bytes | None:
 
 
 def store(key: str, cubin: bytes) -> None:
-    """Keep the cubin of ``key``. Where the disk does not take it, nothing is kept, and later processes compile."""
+    """Store the cubin of ``key``. If it cannot be written, nothing is stored, and later processes compile again."""
     try:
         with _opened(create=True) as where:
             partial = f".{os.getpid()}.{secrets.token_hex(8)}"
@@ -134,7 +135,7 @@ def store(key: str, cubin: bytes) -> None:
 
 
 def _remove_oldest(where: int) -> None:
-    """Keep ``MAX_FILES`` files. Partial ones of processes that have ended are among the oldest."""
+    """Remove all but the ``MAX_FILES`` most recently used files, also temporary files of processes that have ended."""
     used: list[tuple[float, str]] = []
     for name in filter(OURS.fullmatch, os.listdir(where)):
         with contextlib.suppress(OSError):

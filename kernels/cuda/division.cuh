@@ -1,5 +1,5 @@
-// Division by numbers that are known at run time, by a multiplication with the inverse. A division of integers takes
-// some 30 instructions, three of them of the special function unit (MUFU), which also computes the exponentials of
+// Division by integers that are known only at run time, as a multiplication by an inverse. An integer division takes
+// some 30 instructions, three of them on the special function unit (MUFU), which also computes the exponentials of
 // consumers.
 #pragma once
 
@@ -8,8 +8,8 @@
 namespace attn_ops {
 namespace {
 
-// Division of any 32-bit number. The inverse is floor(2^32 / divisor) or one less, so that the first quotient is the
-// quotient or one less.
+// Division of any 32-bit number. `inverse` is floor(2^32 / divisor) or one less, so that `first` is the quotient or one
+// less.
 struct FastDivide {
   uint32 divisor, inverse;
 
@@ -21,10 +21,10 @@ struct FastDivide {
   DEVICE uint32 remainder(uint32 n) const { return n - quotient(n) * divisor; }
 };
 
-// Division of packed rows by the group, by a multiplication: with inverse = ceil(2^31 / group), 2 i inverse / 2^32
-// exceeds i / group by less than i / 2^31, so that it has the same integer part while i * group < 2^31. A packed row of
-// a unit with its remainder is less than group + 192, the packed rows of three consumers, which holds for every group
-// up to kMaxGroup.
+// Division of packed row i by the group, as one multiplication. With inverse = ceil(2^31 / group), 2 i inverse / 2^32
+// exceeds i / group by less than i / 2^31. So both have the same integer part while i * group < 2^31. Here i is the
+// remainder of a unit plus a packed row of the unit, less than group + 192 (three consumers): i * group < 2^31 for
+// every group up to kMaxGroup.
 struct DivideByGroup {
   uint32 inverse;
 

@@ -1,11 +1,12 @@
-// Types of elements in memory, and their conversion to floats.
+// Types of elements in memory, and their conversion to and from floats.
 #pragma once
 
 #include "basics.cuh"
 
 namespace attn_ops {
 
-// Of a type: `Element`, the elements of a Vector, and conversions between a Vector and floats.
+// Each type has its `Element`, the number `kElements` of elements in a 16-byte Vector, and conversions between a Vector
+// and floats.
 struct Float32 {
   using Element = float;
   static constexpr int kElements = 4;
@@ -57,7 +58,7 @@ struct BFloat16 {
   }
 };
 
-// By the macro DTYPE of a kernel: 0 float32, 1 float16, 2 bfloat16.
+// The type of a kernel's macro DTYPE: 0 float32, 1 float16, 2 bfloat16.
 template <int kDtype>
 struct TypeOf;
 template <>

@@ -1,5 +1,6 @@
-// What consumers of attention kernels share: a thread of a warpgroup has two rows of a result, 8 apart, and of each the
-// columns 8 i + 2 (lane % 4) and the next one, for every i. The four lanes that share a row are a quad.
+// Reductions, rescaling and stores of WGMMA results, for the consumers of attention kernels. A thread of a warpgroup
+// has two rows of a result, 8 apart, and of each row columns 8 i + 2 (lane % 4) and the next one, for every i. The four
+// lanes that share a row are a quad.
 #pragma once
 #include "hopper.cuh"
 #include "out_type.cuh"
@@ -23,9 +24,9 @@ DEVICE float sum_of_quad(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The online softmax with lazy rescaling, as in FlashAttention 4. Exponentials of a row are relative to `row_max`.
-// Until a logit exceeds that by more than the threshold, in base 2, it stays and no sum is rescaled; then it becomes
-// the largest logit so far. Probabilities are at most 2^threshold.
+// The online softmax with lazy rescaling, as in FlashAttention 4. Exponentials of a row are relative to `row_max`. When
+// a logit exceeds row_max by more than the threshold, in base 2, row_max becomes the largest logit so far; until then
+// row_max stays, and no sum is rescaled. Probabilities are at most 2^threshold.
 constexpr float kRescaleThreshold = 8;
 
 // `row_max` after a KV tile whose largest logit is `largest`.
@@ -33,18 +34,18 @@ DEVICE float next_row_max(float row_max, float largest) {
   return largest <= row_max + kRescaleThreshold ? row_max : largest;
 }
 
-// What rescales sums relative to the old row_max. Sums over no token are 0, and need none.
+// The factor that rescales sums from old_max to new_max. Sums over no token are 0: their factor is 1.
 DEVICE float rescale_factor(float old_max, float new_max) {
   return old_max == -kInfinity ? 1 : exp2_approx(old_max - new_max);
 }
 
-// An arrival of this warp.
+// Arrives on `barrier` once for the warp, after all lanes.
 DEVICE void arrive_by_warp(uint32 barrier) {
   __syncwarp();
   if (elect()) arrive(barrier);
 }
 
-// Probabilities of row ROW as an operand in registers, of 16 tokens in each row of it.
+// Rounds the probabilities of row ROW to DTYPE, as operand A of WGMMA in registers: p[i] has 16 tokens.
 template <int ROW, int N>
 DEVICE void round_row(uint32 (&p)[N / 8][4], const float (&logits)[N]) {
 #pragma unroll
@@ -59,13 +60,13 @@ DEVICE void rescale(float (&output)[N], const float (&alpha)[2]) {
   for (int i = 0; i < N; ++i) output[i] *= alpha[i / 2 % 2];
 }
 
-// By a warp only if `row_max` of one of its rows has changed.
+// Rescales the output of a warp only if `row_max` of one of its rows has changed.
 template <int N>
 DEVICE void rescale_if_changed(float (&output)[N], const float (&alpha)[2]) {
   if (__any_sync(~0u, alpha[0] != 1 || alpha[1] != 1)) rescale(output, alpha);
 }
 
-// Transposes four words of the four lanes of a quad: lane i gets word i of each.
+// Transposes the four words of each of the four lanes of a quad: lane i gets word i of each lane.
 DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
   const uint32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
@@ -76,8 +77,9 @@ DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
 
 // ---- Stores -------------------------------------------------------------------------------------------------------
 
-// Stores N / 2 columns of the two rows of this thread from `first_column` on, from registers. A row has WIDTH columns,
-// and `row` counts them in the whole result.
+// Stores the N / 2 elements that this thread has of each of its two rows. The N * 2 columns of `output` begin at column
+// `first_column` of a result with rows of WIDTH columns. `row` are the indices of the two rows in the result; rows
+// without `exists` are not stored.
 template <OutType TYPE, int WIDTH, int N>
 DEVICE void store_rows(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
                        const bool (&exists)[2]) {
@@ -91,7 +93,7 @@ DEVICE void store_rows(void* out, const float (&output)[N], int first_column, co
   }
 }
 
-// The same for a partial result: a workspace may lie at any multiple of 4 bytes.
+// Stores a partial result in float32: as store_rows, but `partial` may lie at any multiple of 4 bytes.
 template <int WIDTH, int N>
 DEVICE void store_partial(float* partial, const float (&output)[N], int first_column, const int64 (&row)[2],
                           const bool (&exists)[2]) {
@@ -106,7 +108,7 @@ DEVICE void store_partial(float* partial, const float (&output)[N], int first_co
   }
 }
 
-// The same in a 16-bit type, 16 bytes at a time.
+// As store_rows, in a 16-bit type and 16 bytes at a time.
 template <OutType TYPE, int WIDTH, int N>
 DEVICE void store_vectors(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
                           const bool (&exists)[2]) {
@@ -125,7 +127,8 @@ DEVICE void store_vectors(void* out, const float (&output)[N], int first_column,
   }
 }
 
-// The same in any type. Vectors are those of the operands' type and of ALSO, another one that queries may have.
+// As store_rows, in type `type`. Stores 16 bytes at a time in the type of the operands and in ALSO, another type that
+// queries may have.
 template <int WIDTH, OutType ALSO = kLikeOperands, int N>
 DEVICE void store_as(int type, void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
                      const bool (&exists)[2]) {

@@ -1,9 +1,9 @@
-// Instructions of sm_90a in plain PTX: mbarriers, TMA, warpgroup matrix products (WGMMA), named barriers.
+// PTX of sm_90a: mbarriers, named barriers, TMA, cp.async, ldmatrix and stmatrix, warpgroup matrix products (WGMMA).
 //
-// Shared-memory addresses are 32-bit. Operands of WGMMA lie in groups of 8 rows of 64 16-bit columns, 128 bytes,
-// swizzled by 128 bytes: 16-byte chunk c of row r is at r * 128 + ((c ^ r) & 7) * 16, as TMA writes it.
+// Shared-memory addresses are 32-bit. WGMMA operands in shared memory are groups of 8 rows of 128 bytes, 64 16-bit
+// columns, with the 128-byte swizzle that TMA writes: 16-byte chunk c of row r is at r * 128 + ((c ^ r) & 7) * 16.
 //
-// The macro DTYPE is the type of the operands: 1 float16, 2 bfloat16.
+// The macro DTYPE is the type of the WGMMA operands: 1 float16, 2 bfloat16.
 #pragma once
 
 #include "basics.cuh"
@@ -24,11 +24,12 @@ DEVICE char* dynamic_shared() {
   return memory;
 }
 
-// The value of lane 0, which all lanes of the warp have: the compiler keeps it and what follows from it in uniform
-// registers.
+// Returns `x`, which all lanes of the warp have, by a shuffle from lane 0. So the compiler knows that the value is
+// uniform, and keeps it, and values computed from it alone, in uniform registers.
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// `x`. What follows from it is computed where it is used, not kept in registers from the start of the kernel on.
+// Returns `x`. The compiler computes values that depend on the result after this call, and so does not keep them in
+// registers from the start of the kernel on.
 DEVICE int recomputed(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -67,7 +68,7 @@ DEVICE bool try_wait(uint32 barrier, uint32 parity) {
   return done;
 }
 
-// Waits for the end of the phase of this parity, which is the current phase or the one before it.
+// Waits until the phase of this parity is complete. It must be the current phase or the phase before.
 DEVICE void wait(uint32 barrier, uint32 parity) {
   while (!try_wait(barrier, parity)) {
   }
@@ -77,12 +78,12 @@ DEVICE void wait(uint32 barrier, uint32 parity) {
 
 DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// The same without waiting.
+// Arrives on a named barrier without waiting. `threads` counts all threads that arrive or sync.
 DEVICE void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same as named_sync; true if `x` is in any of the threads.
+// Like named_sync. Returns whether `x` is true in any of the threads.
 DEVICE bool named_any(int id, int threads, bool x) {
   uint32 any;
   asm volatile(
@@ -106,10 +107,10 @@ DEVICE void decrease_registers() {
 
 // ---- Copies -------------------------------------------------------------------------------------------------------
 
-// Reads a map ahead of the first load through it.
+// Prefetches a tensor map, before the first load that uses it.
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// A box of `map` at the given coordinates, innermost first, to `to`; completes its bytes on `barrier`.
+// Loads the box of `map` at the given coordinates, innermost first, into `to`. The bytes complete on `barrier`.
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, uint32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
@@ -124,7 +125,7 @@ DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, in
       : "memory");
 }
 
-// The same with an L2 cache hint.
+// The 5-D load with an L2 cache hint.
 DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, int c3, int c4, uint32 barrier,
                      uint64 policy) {
   asm volatile(
@@ -134,7 +135,8 @@ DEVICE void load_box(uint32 to, const TensorMap* map, int c0, int c1, int c2, in
       : "memory");
 }
 
-// L2 cache hint of a TMA load: evict_first for data that is read once, so that partial results, plans and code stay.
+// L2 cache hint for TMA loads: evict_first for data that is read once, so that partial results, plans and code stay in
+// L2.
 DEVICE uint64 l2_cache_policy(bool evict_first) {
   uint64 first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
@@ -142,29 +144,32 @@ DEVICE uint64 l2_cache_policy(bool evict_first) {
   return evict_first ? first : normal;
 }
 
-// 16 bytes to shared memory, zeros unless `exists`.
+// Copies 16 bytes from global to shared memory by cp.async; zeros unless `exists`.
 DEVICE void copy_chunk(uint32 to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
-// An arrival of this thread at `barrier` when all chunks that it has copied until now are in shared memory. Who has
-// waited for the barrier sees them, and executes fence_async_shared before another proxy reads them.
+// An arrival of this thread on `barrier` as soon as all chunks that it has copied before (copy_chunk) are in shared
+// memory. A thread that has waited on the barrier sees these chunks. It executes fence_async_shared before the async
+// proxy (WGMMA, TMA) reads them.
 DEVICE void arrive_after_chunks(uint32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 DEVICE void wait_for_chunks() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Before another proxy (TMA, WGMMA) reads what this thread wrote to shared memory, or knows to be written there.
+// Orders writes to shared memory, by this thread or visible to this thread, before later accesses of the async proxy
+// (TMA, WGMMA).
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copies from shared to global memory, both aligned to 16 bytes, after fence_async_shared.
+// Copies from shared to global memory by a bulk copy. Addresses and size are multiples of 16 bytes. Call
+// fence_async_shared after the writes to shared memory.
 DEVICE void store_bulk(void* to, uint32 from, uint32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
 
-// Until the bulk stores of this thread have read shared memory.
+// Waits until the bulk copies of this thread have read shared memory.
 DEVICE void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -194,8 +199,8 @@ DEVICE uint4 load_shared(uint32 from) {
   return v;
 }
 
-// Four matrices of 8 rows of 16 bytes. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m. Lane l gets 4
-// bytes of row l / 4 of each, from byte 4 (l % 4) on.
+// Loads four matrices of 8 rows of 16 bytes. Lanes 8 m to 8 m + 7 pass the addresses of the rows of matrix m. Lane l
+// gets 4 bytes of row l / 4 of each matrix, from byte 4 (l % 4) on.
 DEVICE void load_matrices(uint32 (&m)[4], uint32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -203,8 +208,8 @@ DEVICE void load_matrices(uint32 (&m)[4], uint32 row) {
                : "memory");
 }
 
-// Four matrices of 8 rows of 16 bytes, transposed as matrices of 16-bit elements. Lanes 8 m to 8 m + 7 give the
-// addresses of the rows of matrix m. Lane l gets element l / 4 of rows 2 (l % 4) and the next one of each.
+// Loads four matrices of 8 x 8 16-bit elements, transposed. Lanes 8 m to 8 m + 7 pass the addresses of the rows of
+// matrix m. Lane l gets, of each matrix, element l / 4 of rows 2 (l % 4) and 2 (l % 4) + 1.
 DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -212,28 +217,28 @@ DEVICE void load_transposed(uint32 (&m)[4], uint32 row) {
                : "memory");
 }
 
-// Four matrices of 8 x 8 16-bit elements, of which each lane has two neighbours: lane l columns 2 (l % 4) and the next
-// one of row l / 4. Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m.
+// Stores four matrices of 8 x 8 16-bit elements. Lane l has, of each matrix, columns 2 (l % 4) and 2 (l % 4) + 1 of row
+// l / 4. Lanes 8 m to 8 m + 7 pass the addresses of the rows of matrix m.
 DEVICE void store_matrices(uint32 row, const uint32 (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
                "r"(m[2]), "r"(m[3])
                : "memory");
 }
 
-// The same, transposed: lane l has element l / 4 of rows 2 (l % 4) and the next one of each matrix.
+// Like store_matrices, transposed: lane l has, of each matrix, element l / 4 of rows 2 (l % 4) and 2 (l % 4) + 1.
 DEVICE void store_transposed(uint32 row, const uint32 (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]),
                "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
 
-// The same of two matrices, whose rows have the addresses of lanes 0 to 15.
+// Like store_transposed of four matrices, for two matrices: lanes 0 to 15 pass the addresses of the rows.
 DEVICE void store_transposed(uint32 row, const uint32 (&m)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(m[0]), "r"(m[1])
                : "memory");
 }
 
-// Two floats in the type of the operands (DTYPE), the first in the lower half.
+// Converts two floats to a pair of type DTYPE, with `low` in the lower half.
 DEVICE uint32 pack(float low, float high) {
   return DTYPE == 2 ? bfloat16_pair(low, high) : float16_pair(low, high);
 }
@@ -249,26 +254,27 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps exponentials before the next wait for WGMMA, behind which the assembler moves them unless a loop before it
-// depends on them. This loop runs while `sum` is negative, which no sum of probabilities is: it costs a branch.
+// Keeps the exponentials that `sum` adds before the next wait for WGMMA. Without a loop that depends on them, the
+// assembler moves them after that wait. The loop would run while `sum` is negative, but no sum of probabilities is
+// negative, so that the cost is a branch.
 DEVICE void keep_before(float sum) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\nL:\n@!p bra D;\nnanosleep.u32 100;\nbra L;\nD:\n}" ::"f"(sum)
       : "memory");
 }
 
-// The compiler moves no use of the accumulator over this.
+// The compiler moves no use of the accumulator across this call.
 template <int N>
 DEVICE void fence_registers(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The compiler computes nothing from `x` before this, as it would with what does not change in a loop.
+// The compiler does not hoist computations from `x` out of the loop that has this call.
 DEVICE void keep_in_loop(uint64& x) { asm volatile("" : "+l"(x)); }
 
-// Ends the life of an accumulator's values. A product that does not accumulate reads none, but the assembly of one has
-// the registers as operands, for which the compiler would keep them until then.
+// Ends the lifetime of the values of an accumulator. A product that does not accumulate does not read them, but its asm
+// statement has the registers as operands, and the compiler would keep the values up to the product.
 template <int N>
 DEVICE void discard_registers(float (&d)[N]) {
 #pragma unroll
@@ -297,8 +303,9 @@ DEVICE void discard_registers(float (&d)[N]) {
               "%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,"    \
               "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// COLUMNS is the N of the product, whose accumulator has COLUMNS / 2 registers in each thread of the warpgroup. The
-// operands after the accumulator are numbered A, B and so on; the last of them is the predicate to accumulate.
+// COLUMNS is the N of the product, and COUNT = COLUMNS / 2 the registers of the accumulator in each thread of the
+// warpgroup. A, B and so on are the numbers of the asm operands after the accumulator. The last asm operand is the
+// predicate to accumulate.
 #define DEFINE_WGMMA(COLUMNS, COUNT, A, B, C, D, E, F)                                                                \
   /* d = a b^T, plus d if `accumulate`: a and b in shared memory, K-major */                                          \
   DEVICE void wgmma_ss(float (&d)[COUNT], uint64 a, uint64 b, bool accumulate) {                                      \

@@ -1,4 +1,4 @@
-"""What a CUDA kernel is to the host: its source, its parameters, and what it is compiled and launched for."""
+"""CUDA kernels as the host describes them: source and parameters, specializations, and values of tensor maps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
 class TensorMap(NamedTuple):
-    """The value of a parameter of kind ``map``: TMA boxes of a tensor.
+    """The value of a parameter of kind ``map``, which becomes a ``CUtensorMap``.
 
-    base     its address is that of the map. It must have elements if the kernel loads through the map
-    shape    outermost first, up to five dimensions
-    strides  in elements, outermost first; the last is 1. Multiples of 16 bytes but for the last
+    base     the tensor at whose address the map begins. It must have elements if the kernel loads through the map
+    shape    sizes, outermost first, up to five dimensions
+    strides  in elements, outermost first. The last is 1; the others are multiples of 16 bytes
     box      elements of a box in each dimension
     swizzle  bytes: 0, 32, 64 or 128
     """
@@ -32,18 +32,19 @@ class TensorMap(NamedTuple):
     swizzle: int = 128
 
     def spec(self, slot: int) -> MapSpec:
-        """The row of an image, for a base that is the tensor ``slot`` of a call."""
+        """The map as an :class:`~attn_ops.native.images.Image` stores it; ``base`` is tensor ``slot`` of the call."""
         return MapSpec(slot, MAP_TYPES[self.base.dtype], SWIZZLES[self.swizzle], self.base.element_size(), self.box)
 
 
 class Kernel(NamedTuple):
-    """A ``__global__`` function, ``extern "C"``, of a file in this folder.
+    """An ``extern "C" __global__`` function of a source in this folder.
 
     parameters  name -> kind, in the order of the function's parameters. Kinds are ``"pointer"``, ``"map"``, ``"i32"``,
                 ``"i64"`` and ``"fp32"``; in C++ ``T*``, ``const __grid_constant__ TensorMap``, ``int``, ``long long``
                 (or unsigned) and ``float``
-    writes      parameters of kind ``pointer`` that it writes: graphs order calls by them
-    aligned     pointers that must be multiples of 16 bytes. The reasons of the backend entry refuse others
+    writes      parameters of kind ``pointer`` whose memory the kernel writes: graphs order calls by them
+    aligned     parameters of kind ``pointer`` that must be multiples of 16 bytes. The unsupported reasons of the
+                backend entry refuse others
     options     further options of the compiler, such as ``"--maxrregcount=128"``
     """
 
@@ -55,7 +56,7 @@ class Kernel(NamedTuple):
     options: tuple[str, ...] = ()
 
     def in_order(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
-        """The values of the parameters.
+        """The values of ``arguments`` in the order of the parameters.
 
         Raises:
             TypeError: names are missing or unknown.
@@ -70,16 +71,17 @@ class Kernel(NamedTuple):
 
 
 class Specialization:
-    """A kernel, the macros that it is compiled with, and the launch settings that belong to them.
+    """A kernel, the macros that it is compiled with, and the launch settings that depend on the macros.
 
-    Make each once and keep it, as a module's constant or by a cached function: launches look loaded kernels up by it.
+    Make each specialization once, as a constant of a module or by a cached function: the cache of loaded kernels
+    compares specializations by identity.
 
     macros        ``{"HEAD_DIM": 128}`` is ``-DHEAD_DIM=128``. Sizes that change from call to call are parameters
-    threads       of a CTA
+    threads       threads of a CTA
     shared_bytes  dynamic shared memory of a CTA
     cluster       CTAs of a cluster, in x, y and z. The grid is a multiple of it
-    pdl           programmatic dependent launch: the kernel executes ``griddepcontrol.wait`` before it reads what an
-                  earlier kernel writes, and in at least one CTA in any case
+    pdl           programmatic dependent launch: the kernel executes ``griddepcontrol.wait`` before it reads memory that
+                  an earlier kernel writes, and in at least one CTA in any case
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Specialization:
 
     @property
     def name(self) -> str:
-        """Such as ``"merge_states_kernel DTYPE=1"``."""
+        """Function and macros, such as ``"merge_states_kernel DTYPE=1"``."""
         return " ".join([self.kernel.function, *(f"{name}={value}" for name, value in self.macros)])
 
     def __repr__(self) -> str:
@@ -105,8 +107,9 @@ class Specialization:
 
 
 def persistent_grid(items: Any, device: torch.device) -> Any:
-    """CTAs of a persistent kernel for ``items`` work items, which in a package is an integer of the call.
+    """CTAs of a persistent kernel for ``items`` work items: one per SM, or one per item if there are fewer items.
 
-    A package may run on a GPU with another number of SMs: the kernel takes any grid.
+    In a package ``items`` is symbolic, and the package may run on a GPU with another number of SMs: the kernel must
+    take any grid.
     """
     return torch.sym_min(items, num_sms(device))

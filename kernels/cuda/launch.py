@@ -1,10 +1,10 @@
 """Launches of CUDA kernels: one function, :func:`launch`, in eager calls and in packages.
 
-Eager     the cubin (:mod:`.compile`), loaded and launched by ``attn_ops/native``
-Packaged  ``attn::launch_image`` (:mod:`attn_ops.native.packaged_launch`)
+Eager     the cubin (:mod:`.compile`) is loaded and launched by ``attn_ops/native``
+Packaged  the graph gets a node ``attn::launch_image`` (:mod:`attn_ops.native.packaged_launch`)
 
-A compiled graph that can call Python calls the op. There is no specialization by value: a kernel is compiled for its
-macros alone, so a prepared call may launch it again with other tensors.
+A compiled graph that can call Python calls the op. Kernels are not specialized by the values of arguments, but by
+macros alone, so a prepared call may launch a kernel again with other tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from attn_ops.native.launch_arguments import LaunchArguments, operands
 from attn_ops.native.packaged_launch import PackagedTensors, is_aligned
 
 _loaded: BoundedCache[tuple[Any, ...], Any] = BoundedCache(MAX_LOADED)
-"""Loaded kernels by specialization, device, parameters that are null, and tensor maps.
+"""(specialization, device, which parameters are null, tensor maps) -> the loaded kernel.
 
-The GPU code of entries that are dropped stays loaded: CUDA graphs may refer to it.
+The GPU code of an evicted entry stays loaded: CUDA graphs may refer to it.
 """
 
 
 def launch(specialization: Specialization, grid: Sequence[Any], /, **arguments: Any) -> None:
-    """Launch a kernel on ``grid``, CTAs in x, y and z, with ``arguments`` by the names of its parameters::
+    """Launch a kernel on ``grid``, CTAs in x, y and z, with a value in ``arguments`` for each of its parameters::
 
         launch(MERGE_STATES[torch.bfloat16], (ctas,), v=v, s=s, out=out, lse=lse, packed_rows=rows * heads, ...)
 
-    A pointer is a tensor, or None for a null pointer; a tensor without elements may be null, too. A map is a
-    :class:`~.kernel.TensorMap`. The first tensor decides the device.
+    The value of a pointer is a tensor, or None for a null pointer; a tensor without elements may become a null pointer,
+    too. The value of a map is a :class:`~.kernel.TensorMap`. The first tensor decides the device.
     """
     kernel = specialization.kernel
     given = LaunchArguments(kernel.parameters, kernel.parameters.values(), kernel.in_order(arguments))
@@ -78,7 +78,7 @@ def _launch_in_package(specialization: Specialization, grid: Sequence[Any], give
 def _image(specialization: Specialization, parameters: tuple[Parameter, ...], maps: tuple[MapSpec, ...]) -> Image:
     try:
         cubin = cubin_of(specialization)
-    except CompilerError as error:  # the reasons of the backend entry have compiled it before
+    except CompilerError as error:  # the unsupported reasons of the backend entry have compiled it before
         raise NoImageError(str(error)) from error
     return Image(
         function=specialization.kernel.function,

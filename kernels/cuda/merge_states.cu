@@ -1,11 +1,11 @@
 // Merge attention states (v, s): v is the output over a set of keys, s its base-2 LSE.
 //
 // The output over the union of disjoint key sets is sum(2^s_i * v_i) / sum(2^s_i), computed as an online softmax over
-// the states. A state of no keys has s = -inf and adds nothing, whatever its v. An s of NaN or infinity gives NaN.
+// the states. A state of no keys has s = -inf and adds nothing, whatever its v. An s of NaN or +inf gives NaN.
 //
 // Compiled for DTYPE (elements.cuh: 0 float32, 1 float16, 2 bfloat16). Head counts, head dimension and strides are
-// parameters. A thread owns one Vector, 16 bytes, of a packed row (a row and a head), and reads the row's s itself. If
-// there are few rows, it has a part of the states.
+// parameters. A thread owns one Vector, 16 bytes, of a packed row (a row and a head), and reads all s that it needs
+// itself. If there are few packed rows, several threads own a Vector, and each merges a part of the states.
 #include "basics.cuh"
 #include "elements.cuh"
 
@@ -16,19 +16,19 @@ using Element = Type::Element;
 
 constexpr int kThreads = 128;
 constexpr int kElements = Type::kElements;
-// States that are added to the softmax at once. With few rows the latency of their loads counts; with many, memory is
+// States whose loads are in flight together. With few rows the latency of loads is the limit; with many rows, memory is
 // faster if fewer loads are in flight.
 constexpr int kBatch = 4, kBatchOfFewRows = 8;
 
-// The online softmax of a packed row. row_max is the largest s so far, row_sum the sum of 2^(s - row_max), acc the sum
-// of 2^(s - row_max) * v over this thread's elements.
+// The online softmax of a packed row over the states added so far. row_max is the largest s, row_sum the sum of
+// 2^(s - row_max), and acc the sum of 2^(s - row_max) * v for each element of this thread.
 struct Softmax {
   float row_max = -kInfinity, row_sum = 0.0f;
   float acc[kElements] = {};
 
   Softmax() = default;
 
-  // As a thread has stored it.
+  // Loads the Softmax that thread `thread` has stored.
   DEVICE Softmax(const float (&shared)[kElements + 2][kThreads], int thread)
       : row_max(shared[0][thread]), row_sum(shared[1][thread]) {
 #pragma unroll
@@ -62,7 +62,7 @@ struct Softmax {
     }
   }
 
-  // The states of another thread.
+  // Adds the states of another thread's Softmax.
   DEVICE void add(const Softmax& other) {
     const float new_max = fmaxf(row_max, other.row_max), anchor = finite(new_max);
     const float alpha = exp2_approx(row_max - anchor), other_alpha = exp2_approx(other.row_max - anchor);
@@ -82,21 +82,22 @@ struct Softmax {
   DEVICE float lse() const { return row_max + log2_approx(row_sum); }
 };
 
-// How packed rows and their Vectors lie over CTAs. Most threads make a few loads and end: divisions would take them
-// longer than the rest before the first load, so they are multiplications by ceil(2^32 / divisor).
+// Sizes by which a thread finds its packed row and Vector. Most threads make a few loads and end, and divisions would
+// take most of the time before the first load. So divisions are multiplications by ceil(2^32 / divisor).
 struct Layout {
-  int64 packed_rows;  // rows * heads
-  int heads, vectors;
-  int64 of_heads, of_vectors;  // ceil(2^32 / heads) and of vectors
+  int64 packed_rows;           // rows * heads
+  int heads, vectors;          // vectors: Vectors of a packed row
+  int64 of_heads, of_vectors;  // inverses: ceil(2^32 / heads), ceil(2^32 / vectors)
 
-  // n / divisor while n * divisor < 2^32: the inverse exceeds 2^32 / divisor by less than 1.
+  // n / divisor. Exact if n * divisor < 2^32, since the inverse exceeds 2^32 / divisor by less than 1.
   DEVICE static uint32 divide(uint32 n, int64 inverse) {
     return n * static_cast<uint64>(inverse) >> 32;
   }
 };
 
-// What a thread owns: the Vector from element `column` on of a packed row, of which a CTA has `rows`. `group` numbers
-// the rows of all threads: with several parts, those after `rows` are the same rows again.
+// What a thread owns: the Vector from element `column` on of packed row `packed_row`. A CTA has `rows` packed rows.
+// Each `vectors` consecutive threads are a group with one packed row: group g has packed row g % rows of the CTA, and
+// part g / rows of the states.
 struct Place {
   int64 packed_row, row;
   int head, column, group;
@@ -113,20 +114,20 @@ struct Place {
   }
 };
 
-// Loads that do not allocate in L1 are faster while the output fits in L2, ordinary loads beyond that. The limit is
-// half of the 50 MB L2 cache of a Hopper GPU, in Vectors.
+// Loads that do not allocate in L1 are faster for outputs of up to half of the 50 MB L2 cache of a Hopper GPU, ordinary
+// loads for larger outputs. The limit is in Vectors.
 constexpr int64 kLargeOutput = (25 << 20) / sizeof(Vector);
 
 DEVICE Vector load_state(const Element* v, bool large_output) { return large_output ? load(v) : load_streaming(v); }
 
-// The states of this thread's Vector.
+// The states of this thread's packed row, at this thread's Vector.
 struct States {
   const Element* v;
   const float* s;
   int64 stride_v, stride_s;
   bool large_output;
 
-  // Adds N states from `first` on, whose loads are in flight together.
+  // Adds N states, from state `first` on. Their loads are in flight together.
   template <int N>
   DEVICE void add_to(Softmax& softmax, int first) const {
     float lses[N];
@@ -141,10 +142,10 @@ struct States {
 };
 
 // Grid: blocks of `rows` packed rows.
-// Owns: a CTA owns that many packed rows, and merges all states of each: a thread those of a part, then the threads of
-//     part 0 the others'.
-// Loop invariant: `softmax` is that of the part's states before `state`.
-// Barrier: one, with several parts, before the softmax of the others is read.
+// Owns: a CTA owns `rows` packed rows, and merges all states of each. A thread merges the states of its part, and then
+//     the threads of part 0 add the results of the other parts.
+// Loop invariant: `softmax` has the states of the thread's part before `state`.
+// Barrier: one, if there are several parts, before part 0 reads the results of the other parts.
 // Bound by: memory bandwidth; with few rows by latency, since batches of states are loaded one after the other.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_states_kernel(const Element* v,   // [rows, states, heads, vectors * kElements]
@@ -187,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Grid: blocks of `rows` packed rows.
-// Owns: a CTA owns that many packed rows, and merges the states a and b of each.
+// Owns: a CTA owns `rows` packed rows, and merges the states a and b of each.
 // Bound by: memory bandwidth; with few rows by launch latency.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_state_kernel(const Element* v_a,  // [rows, heads, vectors * kElements]
@@ -213,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Grid: blocks of `rows` packed rows.
-// Owns: a CTA owns that many packed rows, merges the other state into each and stores it in place.
-// Barrier: one, between the loads of s and its store, since several threads load the same element.
+// Owns: a CTA owns `rows` packed rows, and merges the other state into each, in place.
+// Barrier: one, between the loads of s and the store of s, since all threads of a packed row load its s.
 // Bound by: memory bandwidth; with few rows by launch latency.
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_state_in_place_kernel(Element* v,  // [rows, heads, vectors * kElements]

@@ -14,13 +14,13 @@ from torch import Tensor
 from attn_ops.ops.cuda_kernels import CUDA_MERGE_VECTORS, CUDA_VECTOR
 
 THREADS = CUDA_MERGE_VECTORS
-"""``kThreads`` of the source. A row of a head has at most so many vectors."""
+"""``kThreads`` of the source. A packed row (a row and a head) has at most so many Vectors, which one CTA merges."""
 
 PART_STATES = 8
-"""States of a part at least, which are loaded at once."""
+"""Fewest states of a part: ``kBatchOfFewRows`` of the source, whose loads are in flight together."""
 
 MAX_THREADS = 1 << 17
-"""Threads that a Hopper GPU runs at once, about: fewer rows leave room for parts of their states."""
+"""Most threads of a launch whose states are divided into parts: about 1,000 per SM of a Hopper GPU."""
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """dtype -> the macro DTYPE."""
@@ -31,7 +31,7 @@ SIZES = {
     **dict.fromkeys(("of_heads", "of_vectors"), "i64"),
     "rows": "i32",
 }
-"""Parameters of all three kernels: ``Layout``, and the packed rows of a CTA."""
+"""Parameters of all three kernels: the fields of ``Layout`` in the source, and ``rows``, the packed rows of a CTA."""
 
 MERGE_STATES = Kernel(
     "merge_states.cu",
@@ -79,11 +79,14 @@ SPECIALIZATIONS = {
     for op, kernel in KERNELS.items()
     for dtype, number in DTYPES.items()
 }
-"""By op and dtype."""
+"""(op, dtype) -> specialization."""
 
 
 def _sizes(v: Tensor, parts: int = 1) -> tuple[tuple[Any], dict[str, Any]]:
-    """The grid, and the arguments of :data:`SIZES`, for ``v [rows, ..., heads, head_dim]``."""
+    """The grid, and the arguments of :data:`SIZES`, for ``v [rows, ..., heads, head_dim]``.
+
+    ``parts`` is the number of threads that share the states of a Vector.
+    """
     heads, vectors = v.shape[-2], _vectors(v)
     rows, packed_rows = THREADS // vectors // parts, v.shape[0] * heads
     inverses = {"of_heads": -(-(1 << 32) // torch.sym_max(heads, 1)), "of_vectors": -(-(1 << 32) // vectors)}
@@ -92,12 +95,15 @@ def _sizes(v: Tensor, parts: int = 1) -> tuple[tuple[Any], dict[str, Any]]:
 
 
 def _vectors(v: Tensor) -> int:
-    """Vectors of a row."""
+    """Vectors, 16 bytes each, of a packed row."""
     return int(v.shape[-1]) * v.itemsize // CUDA_VECTOR
 
 
 def _parts(v: Tensor) -> int:
-    """Parts of the states of a row, each merged by other threads, if rows are few. One if a graph does not know."""
+    """Parts of the states of a packed row, which different threads merge. More than one if there are few packed rows.
+
+    One if sizes are symbolic.
+    """
     packed_rows, states = v.shape[0] * v.shape[2], v.shape[1]
     if not (isinstance(packed_rows, int) and isinstance(states, int)):
         return 1

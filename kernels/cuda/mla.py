@@ -28,23 +28,23 @@ from attn_ops.plan.sizing import cluster_splits_of, mla_cluster
 from attn_ops.plan.state import PlanProblem, PrefillPlan, is_published, max_work_items, num_partials
 
 LATENT, ROTARY = MLA_DIMS
-"""Columns of the two parts of a key."""
+"""Latent and rotary columns of a key."""
 
 TILE = CUDA_MLA_PAGE
-"""Tokens of a KV tile. TMA loads it from pages of a multiple of it, cp.async from others."""
+"""Tokens of a KV tile. TMA loads pages whose size is a multiple of ``TILE``; cp.async copies the tokens of others."""
 
 CONVERTER_WARPS = 4
-"""That convert the tokens of an FP8 tile."""
+"""Warps that convert an FP8 KV tile, a quarter of its tokens each."""
 
 QUERY_BOX_BLOCKS = 4
 """Blocks of 64 latent columns in a box of the queries."""
 
 CACHE_STRIDES = ("stride_ckv_page", "stride_ckv_token", "stride_kpe_page", "stride_kpe_token")
-"""Parameters of caches that are copied by tokens, in elements."""
+"""Parameters of kernels that copy KV tiles by tokens. Strides are in elements."""
 
 
 def _kernel(name: str, fp8: bool, by_tokens: bool) -> Kernel:
-    """The kernel for an FP8 cache, or one that is copied by tokens."""
+    """Kernel ``name``, for an FP8 or a 16-bit cache, whose KV tiles are copied by tokens or loaded by TMA."""
     parameters = {
         **dict.fromkeys(("q_nope", "q_pe"), "pointer"),
         **dict.fromkeys(("q_nope_map", "q_pe_map"), "map"),
@@ -69,18 +69,19 @@ KERNELS = {
     for name in ("mla", "mla_swap_ab")
     for cache in itertools.product((False, True), repeat=2)
 }
-"""By name, whether the cache is FP8, and whether it is copied by tokens."""
+"""(name, whether the cache is FP8, whether KV tiles are copied by tokens) -> kernel."""
 
 _TILE_BYTES, _ROW_BYTES = 2 * TILE * (LATENT + ROTARY), 2 * (LATENT + ROTARY)
 
 SHARED_BYTES = 2 * _TILE_BYTES + PACKED_ROWS * _ROW_BYTES + 2048
-"""Of ``mla.cu``: two KV tiles, the query tile, and what consumers exchange, with barriers."""
+"""Shared memory of ``mla.cu``: two KV tiles, the query tile, row maxima and sums, and barriers."""
 
 
 def swapped_shared_bytes(packed_rows: int, splits: int) -> int:
-    """Of ``mla_swap_ab.cu``: KV tiles, the query tile, probabilities, maxima, half of a result, and barriers.
+    """Shared memory of ``mla_swap_ab.cu``: two KV tiles, the query tile, P, maxima or sums, results, and barriers.
 
-    What the other CTA of a cluster sends takes the memory of half of a result, and more.
+    ``result`` bytes of a packed row are a staged half of its columns, or with two ``splits`` the results, maxima and
+    sums that the other CTA of the cluster sends.
     """
     result = LATENT // 2 * 4 + (2 * 32 * 4 if splits > 1 else 16)
     used = 2 * _TILE_BYTES + packed_rows * (_ROW_BYTES + 2 * TILE + 16 + result) + 280
@@ -115,7 +116,7 @@ SPECIALIZATIONS = {
 
 
 class Units(NamedTuple):
-    """How the packed rows of work items are divided."""
+    """How the packed rows of a work item are divided into units."""
 
     kernel: str
     rows: int  # packed rows of a unit
@@ -123,12 +124,12 @@ class Units(NamedTuple):
 
     @property
     def box_rows(self) -> int:
-        """Packed rows that queries are loaded by."""
+        """Packed rows of a CTA, which a box of queries has."""
         return PACKED_ROWS if self.kernel == "mla" else self.rows
 
 
 def units_of(packed_rows: int, fp8: bool = False, by_tokens: bool = False) -> Units:
-    """Of a work item: one unit of few packed rows, or blocks of as many as a cluster has."""
+    """The units of a work item of ``packed_rows``: one with swapped operands for few rows, else units of ``mla.cu``."""
     for rows in cuda_mla_swapped_rows(fp8, by_tokens):
         if packed_rows <= rows:
             return Units("mla_swap_ab", rows, 1)
@@ -137,9 +138,9 @@ def units_of(packed_rows: int, fp8: bool = False, by_tokens: bool = False) -> Un
 
 
 def query_map(q: Tensor, packed_rows: int = PACKED_ROWS) -> tuple[TensorMap, bool]:
-    """The map of queries ``[rows, heads, columns]``, and whether its box is ``packed_rows``.
+    """The map of queries ``[rows, heads, columns]``, and whether its box has ``packed_rows`` packed rows.
 
-    It is if these are whole rows, or heads of one row.
+    It has if these are whole query rows, or heads of one query row. Otherwise the kernel does not load through the map.
     """
     rows, heads, columns = q.shape[0], int(q.shape[1]), int(q.shape[2])
     boxed = packed_rows % heads == 0 or heads % packed_rows == 0
@@ -152,7 +153,8 @@ def query_map(q: Tensor, packed_rows: int = PACKED_ROWS) -> tuple[TensorMap, boo
 def cache_map(cache: Tensor, itemsize: int = 2) -> TensorMap:
     """The map of ``cache [pages, page_size, columns]``.
 
-    Its boxes are 128 bytes of each token of a KV tile, or 64 bytes of the tokens that a converter warp has.
+    A box has 128 bytes of each token of a KV tile. Of FP8 rotary columns it has 64 bytes of each token of a converter
+    warp.
     """
     columns = min(int(cache.shape[2]), ROW_BYTES // itemsize)
     tokens = TILE if columns * itemsize == ROW_BYTES else TILE // CONVERTER_WARPS
@@ -160,7 +162,7 @@ def cache_map(cache: Tensor, itemsize: int = 2) -> TensorMap:
 
 
 def cache_arguments(ckv: Tensor, kpe: Tensor, by_tokens: bool) -> dict[str, Any]:
-    """The arguments of the cache, in tensor maps or copied by tokens."""
+    """The arguments for the cache: tensor maps, or with ``by_tokens`` pointers and strides."""
     if not by_tokens:
         return {"ckv": cache_map(ckv, ckv.itemsize), "kpe": cache_map(kpe, kpe.itemsize)}
     strides = (*ckv.stride()[:2], *kpe.stride()[:2])

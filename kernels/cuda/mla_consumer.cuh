@@ -1,4 +1,4 @@
-// MLA: the consumers.
+// MLA, `mla.cu`: the consumer warpgroups. The numbers of steps are those of the schedule in `mla.cu`.
 #pragma once
 
 #include "cluster.cuh"
@@ -11,10 +11,11 @@
 namespace attn_ops {
 namespace {
 
-// A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
+// The two packed rows of a thread, 8 apart. In each accumulator, a thread has columns 8 i + 2 (lane % 4) and the next
+// column of these rows, for every i.
 struct Rows {
-  float row_max[2], row_sum[2];  // row_sum over the columns of this thread, and own tiles
-  int end[2];                    // of the tokens that the row sees, relative to this thread's first column
+  float row_max[2], row_sum[2];  // row_sum: over own tiles, and the columns of this thread
+  int end[2];                    // one past the last token that the row sees, less 2 (lane % 4), the first column
 };
 
 using Logits = float[kTile / 2];
@@ -22,15 +23,17 @@ using Output = float[kHalf / 2];
 using OutputPart = float[kPvColumns / 2];
 using Probabilities = uint32[kTile / 16][4];
 
-// The columns of a product of values, and where it finds them, of 16 tokens each, in a descriptor.
+// The accumulator of PV product `part`, of kPvColumns columns.
 DEVICE OutputPart& part_of(Output& output, int part) {
   return reinterpret_cast<OutputPart&>(output[part * (kPvColumns / 2)]);
 }
+// What to add to the lower half of a values' descriptor for tokens 16 * `tokens` on and the columns of product `part`.
 constexpr DEVICE uint32 value_offset(int tokens, int part) {
   return (tokens * 2 * kGroupBytes + part * (kPvColumns / 64) * kBlockBytes) / 16;
 }
 
-// Step 5, in the order in which the quarters arrive. Calls `between` when half of it is issued, as two groups.
+// Step 5: issues the QK product as one WGMMA group per quarter, in the order in which the quarters are loaded. Calls
+// `between` after the second of the four groups.
 template <int SELF, class Between>
 DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uint32 parity, Between between) {
 #pragma unroll
@@ -55,7 +58,8 @@ DEVICE void issue_qk(Logits& logits, uint32 query, uint32 keys, uint32 full, uin
   }
 }
 
-// Sets the values of this consumer's half to 0 from token `visible` of the tile on. No warp may read them meanwhile.
+// Sets the values of token `visible` of the tile and of later tokens to 0, in this consumer's half of the columns. No
+// other warpgroup may read this half meanwhile.
 DEVICE void zero_values(uint32 values, int visible, int barrier) {
   constexpr int kChunks = kHalf / 8;
 #pragma unroll 1
@@ -79,7 +83,7 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
   }
 }
 
-// Step 6: logits become probabilities; `alpha` rescales sums of the tiles before. `to` is where the peer finds row_max.
+// Step 6: turns logits into probabilities. `alpha` rescales the accumulator. `to` is where the peer reads row_max.
 DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2], float* to) {
   float anchor[2];
 #pragma unroll
@@ -108,7 +112,7 @@ DEVICE void update(Logits& logits, Rows& rows, float factor, float (&alpha)[2], 
   }
 }
 
-// Step 7: P as the K-major operand of the peer. Lanes 8 m to 8 m + 7 have the addresses of the rows of matrix m.
+// Step 7: stores P as a K-major operand for the peer.
 DEVICE void store_probabilities(uint32 to, const Probabilities& p) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % kConsumerThreads / 32 * 16 + lane % 16;
 #pragma unroll
@@ -117,7 +121,7 @@ DEVICE void store_probabilities(uint32 to, const Probabilities& p) {
   fence_async_shared();
 }
 
-// An arrival of this warp on the barrier at this place of each CTA of the cluster.
+// An arrival of this warp on `barrier` of each of the CLUSTER CTAs.
 DEVICE void release(uint32 barrier) {
   __syncwarp();
   const uint32 lane = threadIdx.x % 32;
@@ -128,8 +132,8 @@ DEVICE void release(uint32 barrier) {
   }
 }
 
-// Step 12: divides by the row sums and stores columns of the output from `first_column` on, and the LSE with the first
-// column; or the partial result, by the memory `staged` of the warp.
+// Step 12: divides by the row sums, and stores kStored columns of the output or partial result, from `first_column` on,
+// and the LSE if that is 0. `staged` is the warp's part of shared memory for partial results.
 DEVICE void store(int first_column, uint32 staged, Stored& output, const float (&row_max)[2], const float (&sums)[2],
                   const Problem& p, const Arguments& arguments, const QueryBlock& unit) {
   const Results& to = arguments.results;
@@ -155,7 +159,7 @@ DEVICE void store(int first_column, uint32 staged, Stored& output, const float (
   store_as<kLatent>(to.out_type, to.out, output, first_column, to_row, exists);
 }
 
-// One warpgroup: the logits of every second KV tile, and half of the value columns of all, for all units.
+// One warpgroup. For all units, it computes the logits of every second KV tile, and half of the value columns of O.
 template <int SELF>
 struct Consumer {
   static constexpr int kPeer = 1 - SELF;
@@ -164,9 +168,9 @@ struct Consumer {
   const Problem& p;
   const Arguments& arguments;
   Shared& shared;
-  const int line = threadIdx.x % kConsumerThreads / 32 * 16 + threadIdx.x % 32 / 4;  // of the first of two rows
+  const int line = threadIdx.x % kConsumerThreads / 32 * 16 + threadIdx.x % 32 / 4;  // this thread's first row of 64
   const float key_scale = arguments.kv_scale ? arguments.kv_scale[0] : 1.f;
-  // Shared-memory addresses, and lower halves of descriptors.
+  // Shared-memory addresses, and the lower 32 bits of descriptors.
   const uint32 own_stage = shared_address(shared.kv[SELF]), peer_stage = shared_address(shared.kv[kPeer]);
   const uint32 query = lower(k_major(shared_address(shared.query), kGroupBytes));
   const uint32 keys = lower(k_major(own_stage, kGroupBytes));
@@ -175,17 +179,17 @@ struct Consumer {
   const uint32 peer_values = lower(mn_major(peer_stage + SELF * kHalfBytes, kGroupBytes, kBlockBytes));
   const uint32 full = shared_address(shared.full[SELF]), p_stored = shared_address(shared.p_stored);
 
-  uint32 base = 0;      // number of the unit's first KV tile among all of this CTA
-  int start, end;       // of the unit's KV tokens
-  int visible_end;      // all rows of this CTA see the tiles before this token
+  uint32 base = 0;      // number of the unit's first KV tile in the CTA
+  int start, end;       // the unit's KV tokens
+  int visible_end;      // all rows of this CTA see all tokens before this one
   Rows rows;
   Output output;
   Merge merge;
 
   DEVICE uint32 parity(int i) const { return base + i >> 1 & 1; }
 
-  // Step 9 of tile `i` of the unit, but for the wait and the arrival. With kFencesKv the peer has executed the proxy
-  // fence for the values too, before it arrived on p_stored.
+  // Step 9 of tile `i` of the unit, up to the commit of the product; end_peer_pv waits for the product. With kFencesKv
+  // the peer has executed the proxy fence for the values too, before it arrived on p_stored.
   DEVICE void issue_peer_pv(int i) {
     wait(p_stored + kPeer * 8, parity(i));
     mark(kWaitPeer);
@@ -210,6 +214,7 @@ struct Consumer {
     mark(kPv);
   }
 
+  // The end of step 9: waits until at most PENDING later groups are in flight, and releases the half.
   template <int PENDING>
   DEVICE void end_peer_pv() {
     wgmma_wait<PENDING>();
@@ -218,7 +223,7 @@ struct Consumer {
     mark(kPv);
   }
 
-  // Steps 5 to 8 of tile `i` of the unit, which this consumer owns, and step 9 of the one before it if FOLLOWS.
+  // Steps 5 to 8 of tile `i` of the unit, which this consumer owns. If FOLLOWS, also step 9 of tile i - 1 of the unit.
   template <bool FOLLOWS>
   DEVICE void attend(int i) {
     constexpr bool kKeys = kKeysFirst[SELF];
@@ -293,7 +298,7 @@ struct Consumer {
         i = 2;
       }
       for (; i < tiles; i += 2) attend<true>(i);
-      const bool reused = SPLITS > 1 || unit.slot >= 0;  // the memory of the query, by results
+      const bool reused = SPLITS > 1 || unit.slot >= 0;  // whether the epilogue writes to the memory of the query
       if (!reused) arrive_by_warp(q_empty);
       if (tiles > 0 && (base + tiles - 1 & 1) != SELF) {
         issue_peer_pv(tiles - 1);
@@ -310,16 +315,16 @@ struct Consumer {
       named_sync(kBothConsumers, 2 * kConsumerThreads);
 #pragma unroll
       for (int r = 0; r < 2; ++r) sums[r] += shared.row_sum[n & 1][kPeer][line + 8 * r];
-      // The warps of both CTAs agree on whether any of their rows exists.
+      // A warp and its partner have the same rows, so that both merge or neither does.
       if (p.row_of(unit.first_packed_row + line / 16 * 16) < unit.count)
         merge.run<kHalf / 2>([&](int i) -> float& { return output[i]; }, [](int i) { return i / 2 % 2; }, rows.row_max,
                              sums);
       Stored stored;
 #pragma unroll
       for (int i = 0; i < kStored / 2; ++i) stored[i] = output[i];
-      __syncwarp();  // what has arrived is read
+      __syncwarp();  // all lanes have read the state of the other CTA
       store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments, unit);
-      if (SPLITS > 1) fence_async_shared();  // before a query is loaded
+      if (SPLITS > 1) fence_async_shared();  // before TMA loads the next query there
       if (reused) arrive_by_warp(q_empty);
       mark(kEpilogue);
     }

@@ -1,8 +1,8 @@
-// MLA: how the two CTAs of a cluster merge their results, of which each has half of the KV tiles of a unit (SPLITS 2):
-// CTA s has those from number n s / 2 to n (s + 1) / 2 of n. Both have the same packed rows.
+// MLA: with SPLITS 2, the two CTAs of a cluster merge their results of a unit. Both have the same packed rows. Of the n
+// KV tiles of the unit, CTA s has tiles n s / 2 to n (s + 1) / 2 - 1.
 //
-// A warp exchanges with the same warp of the other CTA, thread by thread, since both have the same packed rows and
-// columns in the same threads. It sends half of its columns, and keeps the sum of the other half.
+// A warp and its partner, the same warp of the other CTA, have the same packed rows and columns in the same threads, so
+// they exchange results thread by thread. A warp sends one half of its columns and merges the other half.
 #pragma once
 
 #include "cluster.cuh"
@@ -12,23 +12,26 @@
 namespace attn_ops {
 namespace {
 
-static_assert(CLUSTER * SPLITS <= 2);  // more than two CTAs do not run on all SMs at the same time
+static_assert(CLUSTER * SPLITS <= 2);  // clusters of more than two CTAs do not fill all SMs at the same time
 constexpr int kLanesBytes = 32 * 16;   // 16 bytes of each lane
 
-// Memory of a warp for what its partner sends: half of the numbers of a thread, and the maxima and sums of its rows.
+// Bytes that a warp receives from its partner: of each thread half of its `numbers` results, and row_max and row_sum of
+// its `rows` rows.
 constexpr DEVICE int merge_bytes(int numbers, int rows) { return (numbers / 2 + 2 * rows) / 4 * kLanesBytes; }
 
-// One warp of each CTA.
+// The merges of one warp. `memory` is its shared memory that receives the results of the partner. `full` is its barrier
+// merge_full, which these results complete. `ready` is its barrier merge_ready, on which the partner arrives.
 struct Merge {
-  uint32 memory, full, ready;  // of this warp: what arrives; the barrier for that; the one for the partner's readiness
-  int split;                   // of this CTA
-  uint32 parity = 0;           // of the units that this warp has merged
+  uint32 memory, full, ready;
+  int split;           // cluster split of this CTA
+  uint32 parity = 0;   // parity of the number of units that this warp has merged
 
-  // `number(i)` is number i of N of a thread's results relative to row_max, and row(i) its row. At the end, the first
-  // half are results of columns that this CTA keeps, the lower half of all columns for CTA 0; the others mean nothing.
-  // All lanes have read what the memory had: a barrier of their warpgroup lies between two calls.
-  template <int N, int ROWS, class Number, class RowOf>
-  DEVICE void run(Number number, RowOf row, float (&row_max)[ROWS], float (&row_sum)[ROWS]) {
+  // Merges results with the partner. `result(i)` is result i of N of this thread, relative to row_max of row
+  // `row_of(i)`. CTA 0 merges the lower half of the thread's results, and CTA 1 the upper half. Afterwards the merged
+  // half is in result(0) to result(N / 2 - 1), and the other results are undefined. A barrier of the warpgroup must lie
+  // between two calls, so that all lanes have read `memory` before the partner writes to it again.
+  template <int N, int ROWS, class ResultOf, class RowOf>
+  DEVICE void run(ResultOf result, RowOf row_of, float (&row_max)[ROWS], float (&row_sum)[ROWS]) {
     if (SPLITS == 1) return;
     constexpr int kKept = N / 2, kChunks = kKept / 4, kStates = 2 * ROWS / 4;
     const int lane = threadIdx.x % 32, partner = split ^ 1;
@@ -50,8 +53,8 @@ struct Merge {
       float sent[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float low = number(4 * c + i), high = number(4 * c + i + kKept);
-        sent[i] = split ? low : high, number(4 * c + i) = split ? high : low;
+        const float low = result(4 * c + i), high = result(4 * c + i + kKept);
+        sent[i] = split ? low : high, result(4 * c + i) = split ? high : low;
       }
       store_async(to + (kStates + c) * kLanesBytes, sent, barrier);
     }
@@ -74,8 +77,8 @@ struct Merge {
       const float received[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& sum = number(4 * c + i);
-        sum = sum * own[row(4 * c + i)] + received[i] * other[row(4 * c + i)];
+        float& sum = result(4 * c + i);
+        sum = sum * own[row_of(4 * c + i)] + received[i] * other[row_of(4 * c + i)];
       }
     }
     parity ^= 1;

@@ -1,6 +1,7 @@
 // MLA: partial results of splits, in float16 with block scaling: kScaleColumns columns of a row share a scale, a power
-// of two. The largest scaled magnitude of a block is in [2^14, 2^15), so numbers of at least 2^-28 of it keep the 11
-// bits of float16. Half as many bytes are written and read again as in float32.
+// of two. The largest scaled magnitude of a block is in [2^14, 2^15), or below if the magnitudes are below 2^-112. So
+// numbers of at least 2^-28 times the largest keep the 11 significant bits of float16. Partial results take half the
+// memory traffic of float32.
 #pragma once
 
 #include "epilogue.cuh"
@@ -9,10 +10,10 @@
 namespace attn_ops {
 namespace {
 
-constexpr int kScales = kLatent / kScaleColumns;  // of a row
-using Stored = float[kStored / 2];                // of a thread
+constexpr int kScales = kLatent / kScaleColumns;  // scales of a row
+using Stored = float[kStored / 2];                // a thread's part of two rows of kStored columns
 
-// The scale of a block with this largest magnitude, and its inverse.
+// The scale of a block whose largest magnitude is `largest`, and the inverse of the scale.
 struct Scale {
   float value, inverse;
 
@@ -23,7 +24,7 @@ struct Scale {
   }
 };
 
-// The partial results of all slots, in a workspace at any multiple of 4 bytes.
+// The partial results of all slots. The workspace may lie at any multiple of 4 bytes.
 struct Partial {
   uint32* values;  // [rows, 512] float16, in pairs
   float* scales;   // [rows, kScales]
@@ -35,8 +36,9 @@ struct Partial {
         lse(workspace + rows * kLatent) {}
 };
 
-// Step 12 of a partial result: columns of two rows from `first_column` on, multiplied by `norm`. They pass through the
-// memory `staged` of the warp, and one bulk store for each row that exists, if the workspace is aligned to 16 bytes.
+// Step 12 for a partial result: stores kStored columns, from `first_column` on, of the two rows of this thread, times
+// `norm`. If the workspace is aligned to 16 bytes, the warp stages its 16 rows in its shared memory, `staged`, and
+// issues one bulk store for each row that exists.
 DEVICE void store_scaled(const Partial& to, uint32 staged, Stored& output, int first_column, const float (&norm)[2],
                          const int64 (&row)[2], const bool (&exists)[2]) {
   const uint32 lane = threadIdx.x % 32;
@@ -44,7 +46,7 @@ DEVICE void store_scaled(const Partial& to, uint32 staged, Stored& output, int f
   for (int r = 0; r < 2; ++r)
 #pragma unroll
     for (int s = 0; s < kStored / kScaleColumns; ++s) {
-      constexpr int kPairs = kScaleColumns / 8;  // of this thread that share a scale
+      constexpr int kPairs = kScaleColumns / 8;  // pairs of columns of this thread and row that share a scale
       float largest = 0;
 #pragma unroll
       for (int i = s * kPairs; i < (s + 1) * kPairs; ++i)

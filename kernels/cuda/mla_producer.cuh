@@ -12,10 +12,11 @@ namespace attn_ops {
 namespace {
 
 struct Cache {
-  const TensorMap *latent, *rotary;  // [num_pages, page_size, columns], boxes of a block
+  const TensorMap *latent, *rotary;  // [num_pages, page_size, columns]; boxes: see cache_map in mla.py
 };
 
-// The barriers that both kernels have. A stage is empty after `readers` arrivals, and the query after `query_readers`.
+// Initialises the barriers that both kernels have. An empty barrier completes after `readers` arrivals, q_empty after
+// `query_readers`.
 template <class Shared>
 DEVICE void init_barriers(Shared& shared, int readers, int query_readers, bool boxed) {
   for (auto& stage : shared.full)
@@ -33,7 +34,7 @@ DEVICE void init_barriers(Shared& shared, int readers, int query_readers, bool b
   init_barrier(shared_address(&shared.q_empty), query_readers);
 }
 
-// A block to all CTAs of a cluster of `CTAS`, by the CTA `loader`.
+// Loads a block into all CTAS CTAs of the cluster. CTA `loader` issues the load, and all CTAs make this call.
 template <int CTAS>
 DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, int column, int token, int page,
                        uint32 barrier, uint64 policy) {
@@ -44,8 +45,8 @@ DEVICE void load_block(int loader, int rank, uint32 to, const TensorMap* map, in
 }
 
 #if KV_FP8
-// An FP8 tile, quarter by quarter in the order of their conversion. The rotary columns count for the last one, and lie
-// where consumers may read until both halves are released.
+// Loads an FP8 tile, quarter by quarter in the order of conversion. The rotary columns complete the barrier of the last
+// quarter. Consumers may read the memory of the rotary columns until both halves of the stage are released.
 template <int CTAS, class Shared>
 DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, const Fp8Tile& tile, uint32 number, int token, int page,
                           int rank, uint64 policy) {
@@ -71,7 +72,7 @@ DEVICE void load_fp8_tile(const Cache& cache, Shared& shared, const Fp8Tile& til
   mark(kIssue);
 }
 
-// In place of the first quarter of tile `number`: there is no such tile. By the producers of that quarter.
+// Ends the converters: there is no tile `number`. The producers of its first quarter call this in place of the load.
 template <class Shared>
 DEVICE void end_fp8_tiles(Shared& shared, uint32 number) {
   const int stage = number & 1;
@@ -81,22 +82,22 @@ DEVICE void end_fp8_tiles(Shared& shared, uint32 number) {
 }
 #endif
 
-// One warp: the KV tiles of all units. Page numbers are loaded for 32 tiles at a time, and 32 tiles ahead. At the end
-// it waits until all CTAs of the cluster have read what it loaded, and their arrivals at barriers of this one are here.
-// ALTERNATE: as of `first_half`.
+// One warp. It loads the KV tiles of all units. It reads page numbers of 32 tiles at a time, 32 tiles ahead. With CTAS
+// 2 it ends when both CTAs have read all tiles, so that no arrival of the other CTA comes after the end of this CTA.
+// `rank` is this CTA's number of CTAS. ALTERNATE: see first_half.
 template <int CTAS, bool ALTERNATE, class Shared>
 DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int rank) {
   const int lane = threadIdx.x % 32;
   const uint32 stages = shared_address(shared.kv[0]), full = shared_address(shared.full);
   const uint32 empty = shared_address(shared.empty);
-  const uint64 policy = l2_cache_policy(p.blocks() == 1);  // of an item, one cluster reads a tile
+  const uint64 policy = l2_cache_policy(p.blocks() == 1);  // evict_first if only one cluster reads a tile
   Schedule schedule;
   Unit unit;
   uint32 tile = 0;
   while (schedule.next_after_prologue(p, unit)) {
     mark(kSchedule);
     const int tiles = unit.tiles();
-    // The page number of this lane's tile, of those from tile `i` on.
+    // The page number of tile i + lane of the unit.
     const auto load_number = [&](int i) -> uint32 {
       if (i + lane >= tiles) return 0;
       const int index = unit.page_start + (unit.start + (i + lane) * kTile) / p.page_size;
@@ -154,7 +155,7 @@ DEVICE void produce(const Problem& p, const Cache& cache, Shared& shared, int ra
   mark(kWaitEmpty);
 }
 
-// Queries in global memory, in two parts. The maps' boxes are the packed rows of a group if `boxed`.
+// Queries in global memory: latent and rotary columns. If `boxed`, a box of the maps has the packed rows of a CTA.
 struct Queries {
   const TensorMap *latent_map, *rotary_map;
   const char *latent, *rotary;
@@ -162,7 +163,7 @@ struct Queries {
   bool boxed;
 };
 
-// Copies ROWS packed rows: threads 8 i to 8 i + 7 have row i of every 8, 16 bytes of each block.
+// Copies ROWS packed rows by cp.async. Threads 8 i to 8 i + 7 copy row i of every 8 rows, 16 bytes of each block each.
 template <int ROWS>
 DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, int first_packed_row, uint32 to,
                          int thread) {
@@ -181,8 +182,9 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, i
   }
 }
 
-// Two warps, or a thread if TMA loads them: this CTA's ROWS packed rows of unit n, from `offset` on, and the unit
-// itself. A unit that does not exist has no rows: it is the end.
+// Step 1 for unit n: writes the unit, and loads the ROWS packed rows of this CTA, which begin at packed row `offset` of
+// the unit. Two warps call it, or one thread if TMA loads the queries. If not `exists`, it writes a unit without rows,
+// which ends the consumers.
 template <int ROWS, class Shared>
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, bool exists, uint32 n, Shared& shared,
                          int offset) {
@@ -213,7 +215,7 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, b
   mark(kIssue);
 }
 
-// The queries of all units.
+// Two warps. They load the queries of all units.
 template <int ROWS, class Shared>
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared, int offset) {
   if (q.boxed && threadIdx.x % kQueryThreads) return end_prologue();

@@ -1,4 +1,4 @@
-// MLA with swapped operands: the consumer.
+// MLA with swapped operands: the consumer warpgroup. Numbers of steps are of the schedule in `mla_swap_ab.cu`.
 #pragma once
 
 #include "mla_merge.cuh"
@@ -8,17 +8,17 @@
 namespace attn_ops {
 namespace {
 
-constexpr int kOwnRows = kPackedRows / 4;
+constexpr int kOwnRows = kPackedRows / 4;  // packed rows of a thread
 using Product = float[kPackedRows / 2];
 using Output = Product[kValueBlocks];
 
-// Four numbers of a partial result: a workspace may lie at any multiple of 4 bytes.
+// Stores four numbers of a partial result. A workspace may lie at any multiple of 4 bytes.
 DEVICE void store_four_partial(float* partial, int64 at, const float4& x) {
   if (reinterpret_cast<uint64>(partial) % 16 == 0) return store_four<kFloat32>(partial, at, x);
   partial[at] = x.x, partial[at + 1] = x.y, partial[at + 2] = x.z, partial[at + 3] = x.w;
 }
 
-// One warpgroup: all units of the CTA.
+// One warpgroup. It computes all units of the CTA.
 struct Consumer {
   const Problem& p;
   const Arguments& arguments;
@@ -28,7 +28,7 @@ struct Consumer {
   const float key_scale = arguments.kv_scale ? arguments.kv_scale[0] : 1.f;
   const float value_scale = arguments.kv_scale ? arguments.kv_scale[1] : 1.f;
   float* const reduced = &shared.reduced[0][0];
-  // Shared-memory addresses, and lower halves of descriptors.
+  // Shared-memory addresses, and the lower 32 bits of descriptors.
   const uint32 tiles_at = shared_address(shared.kv), full = shared_address(shared.full);
   const uint32 empty = shared_address(shared.empty), p_at = shared_address(shared.p);
   const uint32 staged = shared_address(shared.results);
@@ -37,10 +37,10 @@ struct Consumer {
   const uint32 values = lower(mn_major(tiles_at, kGroupBytes, kBlockBytes));
   const uint32 probabilities = lower(k_major(p_at, kGroupBytes));
 
-  uint32 base = 0;              // number of the unit's first KV tile among all of this CTA
-  int start, end;               // of the unit's KV tokens
-  int visible_end;              // all rows see the tiles before this token
-  int position, first_packed;   // of the unit's first query row, and its first packed row
+  uint32 base = 0;              // number of the unit's first KV tile in the CTA
+  int start, end;               // the unit's KV tokens
+  int visible_end;              // all rows of the unit see all tokens before this one
+  int position, first_packed;   // position of the work item's first query row; the unit's first packed row
   float row_max[kOwnRows];
   float row_sum[kOwnRows];      // over the tokens of this thread
   Output output;
@@ -48,7 +48,7 @@ struct Consumer {
 
   DEVICE void sync() const { named_sync(kConsumer, kConsumerThreads); }
 
-  // Step 4.
+  // Step 4: issues the QK product, in the order in which the quarters are loaded.
   DEVICE void issue_qk(Product& logits, uint32 stage, uint32 parity) {
     const uint32 keys = this->keys + stage * (kTileBytes / 16);
 #pragma unroll
@@ -81,8 +81,8 @@ struct Consumer {
     }
   }
 
-  // Sets the values from token `visible` of the tile on to 0, when all have their logits of it. What is done after P is
-  // stored, proxy fence and barrier, is done for the zeros too.
+  // Sets the values of token `visible` of the tile and of later tokens to 0, when all warps have their logits. The
+  // proxy fence and the barrier after the store of P order these stores too before the PV product.
   DEVICE void zero_values(uint32 tile, int visible) const {
     constexpr int kChunks = kLatent / 8;
 #pragma unroll 1
@@ -92,7 +92,7 @@ struct Consumer {
     }
   }
 
-  // Step 5: logits become probabilities, and the sums of earlier tiles are rescaled.
+  // Step 5: turns logits into probabilities, stores them as P, and rescales row_sum and O^T.
   DEVICE void softmax(Product& logits, int visible, uint32 tile) {
     float largest[kOwnRows];
 #pragma unroll
@@ -118,7 +118,7 @@ struct Consumer {
       }
     }
     store_probabilities<kPackedRows>(p_at, logits, warp);
-    fence_async_shared();  // P
+    fence_async_shared();  // for P, and for the zeros of zero_values
     if (__any_sync(~0u, changed))
 #pragma unroll
       for (int block = 0; block < kValueBlocks; ++block)
@@ -129,7 +129,7 @@ struct Consumer {
     sync();  // P is stored
   }
 
-  // Step 6.
+  // Step 6: O^T += V^T P^T; releases the halves of the stage.
   DEVICE void multiply_values(uint32 stage) {
     const uint32 values = this->values + stage * (kTileBytes / 16);
     fence_output();
@@ -178,8 +178,8 @@ struct Consumer {
     tally(kTiles);
   }
 
-  // Where packed row `packed` of the unit is stored: its number among the rows of `out` or `partial`; -1 if it does not
-  // exist.
+  // Index of packed row `packed` of the unit in [rows, heads] of `out`, or [slots, tile_rows, heads] of `partial`. -1:
+  // the packed row does not exist.
   DEVICE int64 result_row(int packed, int row, int count, int slot) const {
     const int tile_row = p.row_of(first_packed + packed), head = first_packed + packed - tile_row * p.heads;
     const bool exists =
@@ -187,8 +187,8 @@ struct Consumer {
     return exists ? ((slot < 0 ? int64(row) : int64(slot) * p.tile_rows) + tile_row) * p.heads + head : -1;
   }
 
-  // Steps 7 to 9: reduces the row sums, merges with the other CTA, divides by the row sums, and stores columns of the
-  // output and the LSE, or of the partial result.
+  // Steps 7 to 9 after the arrival on q_empty: reduces the row sums, merges with the other CTA, divides by the row
+  // sums, and stores this CTA's columns of the output or partial result, and the LSE.
   DEVICE void store(int row, int count, int slot) {
     const Results& to = arguments.results;
     reduce_to<kOwnRows, 16>(reduced + warp, row_sum, 0, Sum{});
@@ -196,10 +196,10 @@ struct Consumer {
     float norm[kOwnRows], sums[kOwnRows];
 #pragma unroll
     for (int j = 0; j < kOwnRows; ++j) sums[j] = sum_of(of_warps(reduced, j));
-    constexpr int kNumbers = kPackedRows / 2;  // of a product, in a thread
+    constexpr int kNumbers = kPackedRows / 2;  // numbers of a thread in the accumulator of 64 columns
     merge.run<kValueBlocks * kNumbers>([&](int i) -> float& { return output[i / kNumbers][i % kNumbers]; },
                                        [](int i) { return i % kNumbers / 4 * 2 + i % 2; }, row_max, sums);
-    if (SPLITS > 1) sync();  // what has arrived is read
+    if (SPLITS > 1) sync();  // all warps have read the state of the other CTA
     const int first_column = p.split * kStoredBlocks * 64;
     float* lse = slot < 0 ? to.lse : to.partial + int64(to.slots) * p.tile_rows * p.heads * kLatent;
 #pragma unroll
@@ -221,8 +221,8 @@ struct Consumer {
           for (int r = 0; r < 2; ++r)
             store_shared(staged + packed_row(j) * kStagedRowBytes + (b * 64 + line + 8 * r) * 4,
                          output[half * kStagedBlocks + b][place(j, r)] * norm[j]);
-      fence_async_shared();  // columns
-      sync();
+      fence_async_shared();  // for bulk stores
+      sync();                // columns are stored
       if (bulk) {
         if (thread < kPackedRows) {
           const int64 at = result_row(thread, row, count, slot);
@@ -238,7 +238,7 @@ struct Consumer {
     }
   }
 
-  // The staged columns, from `first_column` of the result on, by whole warps: a row each.
+  // Copies the staged columns to the output or partial result, from column `first_column` on. A warp copies whole rows.
   DEVICE void store_staged(int first_column, int row, int count, int slot) const {
     const Results& to = arguments.results;
 #pragma unroll 1

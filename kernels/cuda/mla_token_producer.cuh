@@ -1,4 +1,4 @@
-// MLA: the producers of KV tiles in pages of any size, and of queries.
+// MLA with KV_CP_ASYNC: the producer warpgroup, which copies KV tiles from pages of any size, and loads queries.
 #pragma once
 
 #include "mla_producer.cuh"
@@ -7,10 +7,10 @@
 namespace attn_ops {
 namespace {
 
-// One of four warps: of each KV tile it copies the latent columns of a half, and kOwnTokens.
 constexpr int kOwnTokens = kTile / 2, kOwnBlocks = kRotary / 2;
 
-// ALTERNATE: as of `first_half`.
+// One of four warps. Of each KV tile it copies half `half` of the latent columns (with KV_FP8, two quarters) of
+// kOwnTokens tokens, from token `own` of the tile on. ALTERNATE: see first_half.
 template <bool ALTERNATE, class Shared>
 struct TokenProducer {
   using Tokens = TileTokens<kOwnTokens, kTile, 4>;
@@ -21,8 +21,8 @@ struct TokenProducer {
   const int warp = uniform(threadIdx.x / 32), half = warp % 2, own = warp / 2 * kOwnTokens;
 
 #if KV_FP8
-  // Two quarters, in the order of their conversion. With the last one come the rotary columns, which lie where
-  // consumers may read until both halves are released.
+  // Copies two quarters, in the order of conversion, and with the last quarter the rotary columns. Consumers may read
+  // the memory of the rotary columns until both halves of the stage are released.
   DEVICE void copy_tile(const Tokens& tokens, uint32 number) const {
     const int stage = number & 1, first = first_half<ALTERNATE>(stage), quarter = 2 * half;
     const uint32 parity = number >> 1 & 1 ^ 1;
@@ -43,7 +43,8 @@ struct TokenProducer {
     arrive_after_chunks(shared_address(&shared.fp8_full[stage][quarter + 1]));
   }
 #else
-  // The warps of the half that is released last copy the rotary columns too: P, which lies there, has been read then.
+  // The warps of the half that is released last also copy the rotary columns: by then the consumers have read P, which
+  // lies in the memory of the rotary columns.
   DEVICE void copy_tile(const Tokens& tokens, uint32 number) const {
     const int stage = number & 1;
     const uint32 to = shared_address(shared.kv[stage]) + own / 8 * kGroupBytes;
@@ -60,7 +61,8 @@ struct TokenProducer {
   }
 #endif
 
-  // All units. Two of the warps load the queries of a unit before its tiles. Page numbers are loaded a tile ahead.
+  // Copies the tiles of all units. Two of the warps load the queries of a unit before its tiles. Page numbers are read
+  // one tile ahead.
   template <int ROWS>
   DEVICE void run(const Queries& queries) const {
     const bool loads_queries = warp >= 2 && !(queries.boxed && threadIdx.x % kQueryThreads);

@@ -1,4 +1,4 @@
-"""The run-time compiler of CUDA, which PyTorch's CUDA builds bring with them. It needs no GPU, driver or toolkit."""
+"""NVRTC, the run-time compiler of CUDA. PyTorch's CUDA builds install it. It needs no GPU, driver or toolkit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 OLDEST = 12
-"""The first major version whose compiler knows ``sm_90a``."""
+"""The first major version of CUDA that knows ``sm_90a``."""
 
 
 class CompilerError(Exception):
-    """A program does not compile, or the compiler failed. The text is its log."""
+    """A source does not compile, or the compiler failed. The text is the log of the compiler."""
 
 
 class Nvrtc:
@@ -27,7 +27,8 @@ class Nvrtc:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # The compiler opens its built-in functions by name, and its packages do not say where they are.
+        # libnvrtc opens libnvrtc-builtins by name and would not find it in the folder of a Python package, so it is
+        # loaded before.
         beside = Path(path).parent.glob("libnvrtc-builtins[.-]*so*") if "/" in path else ()
         self._builtins = [ctypes.CDLL(str(builtins)) for builtins in sorted(beside)]
         self._library = ctypes.CDLL(path)
@@ -42,7 +43,7 @@ class Nvrtc:
             raise CompilerError(log.strip() or f"nvrtc: {what.decode() if what else status}")
 
     def _read(self, what: str, program: Any) -> bytes:
-        """The output ``what`` of a program, such as ``"CUBIN"``."""
+        """An output of a program: ``what`` is ``"CUBIN"``, ``"PTX"`` or ``"ProgramLog"``."""
         size = ctypes.c_size_t()
         self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
         buffer = ctypes.create_string_buffer(size.value)
@@ -57,7 +58,7 @@ class Nvrtc:
         options: Sequence[str],
         output: str = "CUBIN",
     ) -> bytes:
-        """Compile ``source``, of which ``headers`` are the files that it may include; ``output`` may also be ``"PTX"``.
+        """Compile ``source``, which may include ``headers``, name -> text, to ``output``: ``"CUBIN"`` or ``"PTX"``.
 
         Raises:
             CompilerError: with the compiler's log.
@@ -79,7 +80,7 @@ class Nvrtc:
 
 
 def _in_packages() -> Iterator[Path]:
-    """Libraries of NVIDIA's packages, on which PyTorch's depends, and those in PyTorch's own folder."""
+    """Paths of libnvrtc in NVIDIA's Python packages, on which PyTorch depends, and in PyTorch's folder."""
     try:
         spec = importlib.util.find_spec("nvidia")
     except (ImportError, ValueError):  # another package of that name
@@ -95,7 +96,10 @@ def _major(path: str) -> int:
 
 
 def candidates() -> list[str]:
-    """Paths and names to try, best first: of the CUDA version of PyTorch, whose driver loads what it compiles."""
+    """Paths and names of libnvrtc to try, best first.
+
+    The major version of PyTorch's CUDA comes first, and newer ones are left out: the driver may not load their cubins.
+    """
     wanted = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else 0
     found = [str(path) for path in _in_packages()]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
@@ -125,6 +129,6 @@ def _find() -> tuple[Nvrtc | None, str]:
 
 
 def find() -> tuple[Nvrtc | None, str]:
-    """The compiler, or None and why there is none."""
+    """The compiler and an empty string, or None and why there is no compiler."""
     with _lock:
         return _find()

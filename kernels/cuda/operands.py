@@ -1,4 +1,4 @@
-"""Operands of attention kernels: dtypes as numbers of the sources, tensor maps of pages, and arguments of RoPE."""
+"""Arguments of the attention kernels: numbers of dtypes, tensor maps of paged KV, and arguments of RoPE."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.state import KV_BLOCK
 
 ROW_BYTES = 128
-"""Of a row in shared memory, the width of the swizzle. Narrower rows have a narrower swizzle."""
+"""Most bytes of a row in shared memory. The swizzle is as wide as the row."""
 
 COLUMNS = ROW_BYTES // 2
-"""16-bit elements of a row in shared memory."""
+"""16-bit elements of a row of ``ROW_BYTES`` in shared memory."""
 
 
 def row_columns(t: Tensor, row_bytes: int = ROW_BYTES) -> int:
-    """Columns of a row in shared memory. Wider heads have several rows."""
+    """Columns of a row in shared memory. A token of a wider head has several rows."""
     return min(int(t.shape[-1]), row_bytes // t.element_size())
 
 
 GROUP_TOKENS = CUDA_PAGE
-"""Tokens of a page are loaded in groups, so that a page is one box with all columns of a head."""
+"""Tokens of a swizzled group of rows. Groups are a dimension of maps, so that one box has all columns of its tokens."""
 
 DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 """dtype -> the macro DTYPE."""
 
 OUT_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
-"""``OutType`` of the sources."""
+"""dtype -> ``OutType`` (``out_type.cuh``)."""
 
 FP8_TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
-"""``Fp8Type`` of the sources."""
+"""dtype -> ``Fp8Type`` (``fp8.cuh``)."""
 
 ROPE_PARAMETERS = {"rope_theta": "fp32", "rope_scale": "fp32"}
 """Parameters of kernels that rotate queries and keys."""
@@ -48,9 +48,9 @@ def rope_arguments(o: AttentionOptions) -> dict[str, float]:
 
 
 def box_of_pages(page_size: int, most: int) -> int:
-    """Tokens of a box of paged KV: a page, or a part of it of at most ``most`` tokens that lies in one KV block.
+    """Tokens of a box of paged KV: a page or a part of a page, at most ``most`` tokens, and inside of one KV block.
 
-    Splits begin at KV blocks. One that began inside of a box would see the keys of the split before it.
+    Splits begin at KV blocks. A split that began inside of a box would see keys of the split before.
     """
     return math.gcd(page_size, min(most, KV_BLOCK))
 
@@ -65,10 +65,14 @@ def paged_map(
     heads_of_box: int = 1,
     column_parts: int = 1,
 ) -> tuple[TensorMap, int, int]:
-    """The map of paged keys or values, and what a page and a head add to its outermost index.
+    """The map of paged keys or values, and what a page and a head add to the outermost index of the map.
 
-    Pages and heads are one dimension, whose stride divides theirs: a map has five dimensions at most. A box has several
-    heads where each is one row of a token. Or it has one of ``column_parts`` equal parts of the columns of a head.
+    A map has at most five dimensions, so pages and heads are one dimension, whose stride divides the strides of both.
+
+    strides       of pages, tokens and heads, in elements
+    box           tokens of a box
+    heads_of_box  heads of a box. With several, a token of a head must be one row
+    column_parts  a box has one of so many equal parts of the columns of a head
     """
     page, token, head = strides
     if not (isinstance(page, int) and isinstance(head, int)):

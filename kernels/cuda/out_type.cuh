@@ -1,4 +1,4 @@
-// Types of outputs.
+// Types of outputs. OUT_TYPES in operands.py has the same numbers.
 #pragma once
 #include "basics.cuh"
 
@@ -7,7 +7,7 @@ namespace {
 
 enum OutType { kLikeOperands, kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2 };
 
-// Two floats as a pair of another type. FP8 saturates.
+// Converts two floats to a pair of type TYPE. FP8 saturates.
 template <OutType TYPE>
 DEVICE auto pair_of(float x, float y) {
   if constexpr (TYPE == kFloat32) {

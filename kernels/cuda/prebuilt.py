@@ -1,7 +1,6 @@
-"""Compiled kernels that a wheel carries: a cubin for each key, and a manifest.
+"""Compiled kernels that a wheel includes: a cubin for each key, and a manifest.
 
-The key of a kernel is a hash of its sources, macros and options. A cubin of other sources has another key, so one that
-is found is one of these sources.
+A key (:func:`.compile.key_of`) is a hash of sources, macros and options. So a cubin of other sources is not found.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ MANIFEST = "manifest.json"
 
 
 def write(folder: Path, cuda: tuple[int, int], images: dict[str, tuple[str, bytes]]) -> None:
-    """Fill ``folder`` with ``images``, key -> (name, cubin), compiled by this version of CUDA, and nothing else."""
+    """Write ``images``, key -> (name, cubin), and the manifest to ``folder``, and remove other cubins.
+
+    ``cuda`` is the version of CUDA that compiled them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.cubin"):
         path.unlink()
@@ -35,14 +37,17 @@ def write(folder: Path, cuda: tuple[int, int], images: dict[str, tuple[str, byte
 
 @functools.cache  # one entry for each folder
 def manifest(folder: Path) -> dict[str, Any]:
-    """``{"cuda": [major, minor], "images": {key: {"name": ..., "sha256": ...}}}``, empty where there is none."""
+    """``{"cuda": [major, minor], "images": {key: {"name": ..., "sha256": ...}}}``.
+
+    Empty if the manifest cannot be read, or PyTorch's CUDA is older than the CUDA that compiled the cubins.
+    """
     try:
         read = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         major, _ = read["cuda"]
         newest = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else major
         if not all(isinstance(row["sha256"], str) for row in read["images"].values()):
             raise TypeError("a digest is no text")
-        return read if read["images"] and major <= newest else {}  # a driver loads what its CUDA or an older compiled
+        return read if read["images"] and major <= newest else {}  # a driver loads cubins of its or older CUDA
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -51,7 +56,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def load(key: str, folder: Path | None = None) -> bytes | None:
-    """The cubin of ``key``; None if there is none, or not as the manifest says."""
+    """The cubin of ``key``; None if there is none, or its digest is not that of the manifest."""
     folder = folder or FOLDER
     row = manifest(folder).get("images", {}).get(key)
     if row is None:

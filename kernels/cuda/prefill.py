@@ -41,16 +41,16 @@ PACKED_ROWS = 64
 """Packed rows of a consumer warpgroup."""
 
 NO_WINDOW = 1 << 30
-"""``kNone`` of the source."""
+"""A window without a bound: ``kNone`` of the source."""
 
 BFLOAT16_QUERIES = 2
-"""``kBFloat16Queries`` of the source."""
+"""A flag of the parameter ``kv_type``: ``kBFloat16Queries`` of the source."""
 
 KV_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
-"""Parameters: what a page and a head add to the outermost index of the maps of keys and values."""
+"""Parameters of keys and values that TMA loads: what a page and a head add to the outermost index of the maps."""
 
 KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("page", "token", "head"))
-"""Parameters of keys and values that are copied by tokens, in elements."""
+"""Parameters of keys and values that cp.async copies by tokens: strides in elements."""
 
 
 PARAMETERS = {
@@ -58,14 +58,14 @@ PARAMETERS = {
     "Q_FP8": {"kv_scale": "pointer"},
     "ROPE": ROPE_PARAMETERS,
 }
-"""macro -> further parameters of the kernel."""
+"""Macro -> further parameters of the kernel."""
 
 POSITION_MACROS = {"ROPE_LLAMA": "ROPE", "ALIBI": "ALIBI"}
 """Positional encoding -> macro."""
 
 
 def _kernel(loads: str, custom_mask: bool, further: Mapping[str, str]) -> Kernel:
-    """The kernel by how it loads keys and values, with ``further`` parameters of FP8 or RoPE."""
+    """The kernel that loads keys and values by ``loads``, one of :data:`LOADS`, with ``further`` parameters."""
     by_tokens = loads == "tokens"
     parameters = {
         "q": "pointer",
@@ -93,19 +93,23 @@ LOADS = ("ragged", "pages", "tokens")
 
 
 class Tile(NamedTuple):
-    """Sizes of a pair of head dims, ``kTile``, ``kKeyStages``, ``kValueStages`` and ``kQueries`` of the source.
+    """Sizes of a kernel for one pair of head dims. The source computes the same sizes under the names given here.
 
+    tokens             ``kTile``: tokens of a KV tile
+    key_stages         ``kKeyStages``: stages of the ring of keys
+    value_stages       ``kValueStages``: stages of the ring of values
+    queries            ``kQueries``: query buffers
+    box                ``kRaggedBox``: tokens of a TMA box of ragged keys and values, and the most tokens of a box of
+                       paged ones. Smaller boxes read and clear fewer tokens after the end of the KV, but each box (with
+                       ragged KV one block of columns) takes an instruction
+    transposed_stages  ``kTransposedStages``: stages of the ring of transposed values, with FP8 products
+    converters         warpgroups that convert FP8 keys and values, or rotate queries and keys
+    fp8_tokens         tokens of the FP8 ring of keys, ``kLoadedTile * kFp8KeyStages``, and of the FP8 ring of values,
+                       ``kLoadedTile * kFp8ValueStages``
     consumers          ``kConsumers``: consumer warpgroups
-    box                ``kRaggedBox``: most tokens of a TMA box of keys and values. Boxes after the last token are not
-                       read, and values after it in the last box are cleared; but a box, with ragged KV of 64 columns,
-                       is an instruction
-    transposed_stages  ``kTransposedStages`` of FP8 products
-    converters         warpgroups that convert FP8 to the rings, or rotate what lies there
-    fp8_tokens         tokens of the rings of FP8 keys, and of values, ``kLoadedTile`` times ``kFp8KeyStages`` and
-                       ``kFp8ValueStages``
-    key_parts          ``kKeyParts``: parts of the columns of keys. Each has a stage of the ring of its own
-    value_parts        ``kUnitParts``: parts of the columns of values. Each has a unit of its own
-    query_blocks       ``kQueryTiles``: blocks of 64 packed rows of a query buffer, one for each consumer by default
+    query_blocks       ``kQueryTiles``: blocks of 64 packed rows of a query buffer. None: one for each consumer
+    key_parts          ``kKeyParts``: parts of the columns of keys, each in a stage of its own
+    value_parts        ``kUnitParts``: parts of the columns of values, each in a unit of its own
     """
 
     tokens: int
@@ -122,7 +126,7 @@ class Tile(NamedTuple):
     value_parts: int = 1
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
-        """Shared memory of a CTA: query buffers, rings, a KiB for barriers and the like, scales of queries, masks."""
+        """Bytes of shared memory of a CTA: query buffers, rings, and 1024 or more for other fields of ``Shared``."""
         rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
         key_columns, value_columns = dim_qk // self.key_parts, dim_vo // self.value_parts
         of_token = self.key_stages * key_columns + (self.value_stages + self.transposed_stages) * value_columns
@@ -134,17 +138,17 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: a warpgroup of producers, those of consumers, and those of converters."""
+        """Threads of a CTA: one producer warpgroup, and the consumer and converter warpgroups."""
         return 128 * (1 + self.converters + self.consumers)
 
     def unit_rows(self, packed_rows: int) -> int:
-        """Packed rows of a unit: those of a work item in as few units as hold them, of equal size."""
+        """Packed rows of a unit: a work item of ``packed_rows`` is divided into as few equal units as possible."""
         parts = -(-packed_rows // PACKED_ROWS)
         return -(-parts // -(-parts // self.consumers)) * PACKED_ROWS
 
     @property
     def row_bytes(self) -> int:
-        """``kLoadedRowBytes`` of the source, of wide heads: FP8 that is converted becomes twice as wide."""
+        """``kLoadedRowBytes`` with wide heads: a row as it is loaded. Conversion from FP8 doubles its width."""
         return ROW_BYTES // 2 if self.fp8_tokens else ROW_BYTES
 
 
@@ -155,13 +159,13 @@ TILES = {
     (256, 256): Tile(64, 3, 2, 1, 32),
     (512, 512): Tile(64, 4, 1, 1, 32, key_parts=4, value_parts=2),
 }
-"""Tiles of 16-bit kernels, by the head dims of keys and of values."""
+"""Tiles of 16-bit kernels. The key of this and the next tables is (head dim of keys, head dim of values)."""
 
 LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
-"""The same, of query tiles that fill three consumers, which plans for large batches have."""
+"""Tiles of 16-bit kernels for query tiles that fill three consumers, which plans for large batches have."""
 
 SHARED_ROWS_TILES = {(512, 512): Tile(64, 6, 1, 1, 32, query_blocks=1, key_parts=4)}
-"""The same, of query tiles of at most :data:`PACKED_ROWS`, which the consumers share."""
+"""Tiles of 16-bit kernels for query tiles of at most :data:`PACKED_ROWS` rows, all of which both consumers have."""
 
 KV_FP8_TILES = {
     (64, 64): Tile(128, 3, 3, 2, 64, converters=1, fp8_tokens=(128, 128)),
@@ -175,7 +179,7 @@ KV_FP8_TILES = {
 SHARED_ROWS_KV_FP8_TILES = {
     (512, 512): Tile(64, 2, 1, 1, 32, converters=1, fp8_tokens=(256, 64), query_blocks=1, key_parts=4),
 }
-"""The same, of query tiles of at most :data:`PACKED_ROWS`, which the consumers share."""
+"""Tiles as :data:`SHARED_ROWS_TILES`, of kernels that convert FP8 keys and values."""
 
 KV_FP8_ROPE_TILES = {
     (64, 64): Tile(128, 3, 2, 2, 64, converters=1, fp8_tokens=(128, 128)),
@@ -189,7 +193,10 @@ FEW_ROWS_TILES = {
     (128, 128): Tile(64, 3, 3, 2, 32, converters=2, fp8_tokens=(384, 384), query_blocks=1),
     (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(128, 128), query_blocks=1),
 }
-"""The same, of query tiles of at most :data:`PACKED_ROWS`: more of FP8 is on its way."""
+"""Tiles of kernels that convert FP8 keys and values, for query tiles of at most :data:`PACKED_ROWS` rows.
+
+The FP8 rings are larger than those of :data:`KV_FP8_TILES`, so that more loads are in flight.
+"""
 
 ROPE_TILES = {
     (64, 64): Tile(128, 3, 3, 2, 64, converters=1),
@@ -222,7 +229,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
-    """``key``, which is for any rows, or the special one for query tiles of so many packed rows."""
+    """The key of the special kernel for query tiles of ``packed_rows``, if ``key`` has one; otherwise ``key``."""
     rows = "few" if packed_rows <= PACKED_ROWS else "many" if fills_three_consumers(packed_rows) else "any"
     return next((one for one in key.variants() if one.rows == rows), key)
 
@@ -230,7 +237,11 @@ def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
 class Family(NamedTuple):
     """Specializations that have a table of tiles in common.
 
-    macros  besides those of sizes and loads
+    dtypes  values of :attr:`PrefillKey.dtype`
+    macros  macros besides those that :func:`_specialization` derives from the key
+    rows    value of :attr:`PrefillKey.rows`
+    loads   values of :attr:`PrefillKey.loads`
+    masks   values of :attr:`PrefillKey.custom_mask`
     """
 
     tiles: dict[tuple[int, int], Tile]
@@ -242,7 +253,7 @@ class Family(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, str]:
-        """Parameters of FP8 and RoPE."""
+        """The further parameters of the kernels, by their macros."""
         of_macros = [of for macro, of in PARAMETERS.items() if macro in self.macros]
         return {name: kind for of in of_macros for name, kind in of.items()}
 
@@ -294,16 +305,19 @@ _ALL = [
 ]
 TILE_OF = {key: tile for _, key, tile in _ALL}
 SPECIALIZATIONS = {key: _specialization(family, key, tile) for family, key, tile in _ALL}
-"""By key: the tile, and the kernel with its macros."""
+"""Key -> specialization. ``TILE_OF``: key -> tile."""
 
 LIKE_OPERANDS = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in (*DTYPES, E4M3)}
-"""By dtype of a :class:`PrefillKey`: that of outputs which ``kLikeOperands`` stands for."""
+"""Dtype of a :class:`PrefillKey` -> dtype of outputs of type ``kLikeOperands``."""
 
 
 def ragged_map(
     t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, row_bytes: int
 ) -> tuple[TensorMap, int, int]:
-    """The map of ragged keys or values. Heads are its outermost dimension. A box has one block of columns."""
+    """The map of ragged keys or values, and what a page (0) and a head (1) add to its outermost index.
+
+    Heads are the outermost dimension. A box has one block of columns.
+    """
     _, token, head = strides
     columns = row_columns(t, row_bytes)
     shape, boxes = (heads, int(t.shape[-1]) // columns, tokens, columns), (1, 1, box, columns)
@@ -311,7 +325,7 @@ def ragged_map(
 
 
 def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[str, Any]:
-    """The arguments of keys and values."""
+    """The kernel arguments of keys and values, by the parameters' names."""
     pages = {} if loads == "ragged" else {"num_pages": x.k.shape[0]}
     if loads == "tokens":
         return {"k": x.k, "v": x.v, **pages, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
@@ -328,7 +342,10 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
 
 
 def fp8_arguments(x: Operands, kv_scale: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of FP8 keys and values, which are multiplied in ``dtype``. An FP8 query is of their dtype."""
+    """The kernel arguments of FP8 keys and values. ``dtype`` is the dtype of the products.
+
+    An FP8 query has the dtype of the keys.
+    """
     if x.k.dtype not in FP8:
         return {}
     if x.q.dtype in FP8:
@@ -337,14 +354,14 @@ def fp8_arguments(x: Operands, kv_scale: Tensor | None, dtype: torch.dtype) -> d
 
 
 def mask_arguments(mask: Tensor | None, plan: PrefillPlan | None) -> dict[str, Any]:
-    """The arguments of a packed custom mask."""
+    """The kernel arguments of a packed custom mask."""
     if mask is None:
         return {}
     return {"mask": mask, "mask_bytes": mask.shape[0], "kv_len": None if plan is None else plan.kv_len}
 
 
 def query_map(q: Tensor, group: int) -> TensorMap:
-    """The map of queries. A box has 64 packed rows; if a group does not divide them, the kernel does not load it."""
+    """The map of queries. A box has 64 packed rows. The kernel uses the map only if the group divides 64."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
     columns = row_columns(q)
     blocks = int(q.shape[2]) // columns

@@ -1,5 +1,5 @@
-// Prefill: ALiBi. Before the soft cap, a logit gets the slope of its head times the distance from its query row to its
-// token. `write_bias_rows` says how rows are counted.
+// Prefill: the bias of ALiBi, the slope of the head times the distance from the query row to the token. It is added to
+// the logits before the soft cap. `write_bias_rows` says how rows are counted.
 #pragma once
 
 #include "division.cuh"
@@ -8,16 +8,16 @@
 namespace attn_ops {
 namespace {
 
-// Of head `head` of `num_heads`: powers of 2^(-8 / n) for the first n heads, where n is the largest power of 2 up to
-// their number, and for the others those halfway between.
+// The slope of head `head` of `num_heads`. With n the largest power of 2 up to num_heads: 2^(-8 (head + 1) / n) for the
+// first n heads; for head n + i 2^(-8 (i + 1 / 2) / n), with an exponent halfway between two of them.
 DEVICE float alibi_slope(int head, int num_heads) {
   const int log2_n = 31 - __clz(num_heads), beyond = head - (1 << log2_n);
   const float inverse = __uint_as_float(uint32(127 - log2_n) << 23);  // 1 / n
   return exp2_approx(float(beyond < 0 ? -8 * (head + 1) : -8 * beyond - 4) * inverse);
 }
 
-// The slopes of this thread's rows, packed rows `packed` and `packed + 8` of a KV head whose first head is `head`,
-// divided by the scale that multiplies the logits later.
+// The slopes of this thread's two rows, packed rows `packed` and `packed + 8` of the KV head whose first query head is
+// `head`. They are divided by `scale`, which the softmax or soft cap multiplies the logits by after the bias.
 struct AlibiSlopes {
   float of[2];
 
@@ -30,9 +30,9 @@ struct AlibiSlopes {
   }
 };
 
-// Adds the bias to the logits of the tile from token `first` on. `row` is the bias_row of the unit, and `low` that of
-// its first row: rows.low minus `low` is this thread's row of the unit minus its first column. Distances are exact
-// below 2^24, as differences of biases in float32 would not be.
+// Adds the bias to the logits of the KV tile from token `first` on. `row` and `low` are bias_row and low of the unit's
+// QueryBlock: rows.low[r] - low is this thread's row r of the unit less its first column. Distances are integers, exact
+// in float32 below 2^24; differences of two biases would not be exact.
 DEVICE void add_bias(Logits& logits, const Rows& rows, const AlibiSlopes& slopes, int first, int row, int low) {
   const uint32 origin = uint32(first) - uint32(row) + uint32(low);
 #pragma unroll

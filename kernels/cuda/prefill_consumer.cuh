@@ -11,7 +11,8 @@
 namespace attn_ops {
 namespace {
 
-// The full barriers of a ring, by the number of a KV tile, or of a part of one, among all of this CTA.
+// The full barriers of a ring. `n` counts the stages that were filled over all units of this CTA: KV tiles, or parts of
+// KV tiles in a ring of keys with kKeyParts > 1.
 template <int STAGES>
 struct FullBarriers {
   uint32 first;
@@ -23,22 +24,24 @@ struct FullBarriers {
 
 struct Arguments {
   float scale, cap;
-  bool scales_queries;  // those that were bfloat16
+  bool scales_queries;  // logits are multiplied by query_scales: queries were bfloat16
   Results results;
 };
 
-// What logits are multiplied by. The softmax multiplies them by `factor`, which makes exponents of two of them; what
-// cannot be part of it comes before.
+// The factors of the logits. The softmax multiplies logits by `factor`, the product of scales and log2(e), so that
+// exponentials are to base 2. Scales that cannot be part of `factor` multiply the logits before (`adjust_logits`). With
+// a soft cap, `factor` is the cap times log2(e), and the scales are part of `to_cap`.
 struct LogitScale {
   float factor;
-  float cap, to_cap;      // a logit divided by the cap is the product by to_cap
-  bool keys_before;       // the scale of FP8 keys comes before
-  float scale;            // of logits, with that of the keys unless that comes before
-  bool before_bias;       // `scale` comes before: else the bias of ALiBi is divided by it
-  float after_bias;       // what remains of it
+  float cap, to_cap;      // soft cap; logit * to_cap is the scaled logit divided by the cap
+  bool keys_before;       // the scale of FP8 keys multiplies the logits before
+  float scale;            // scale of the logits, times the scale of FP8 keys unless keys_before
+  bool before_bias;       // `scale` multiplies the logits before the bias of ALiBi; else the bias is divided by `scale`
+  float after_bias;       // `scale`, or 1 if before_bias
 
   DEVICE explicit LogitScale(const Arguments& arguments) : cap(arguments.cap) {
-    // 0, negative ones and those out of range come before.
+    // If `scale` would be 0, negative or out of range, the scale of FP8 keys, or with ALiBi `scale`, multiplies the
+    // logits before.
     const auto in_range = [](float x) { return x >= kLeastScale && x <= kMostScale; };
     const float* of_keys = arguments.results.kv_scale;
     const float of_both = arguments.scale * (of_keys ? of_keys[0] : 1.f);
@@ -50,27 +53,28 @@ struct LogitScale {
     to_cap = cap > 0 ? after_bias / cap : 0.f;
   }
 
-  // Nothing comes before the softmax.
+  // Whether no scale, bias or soft cap comes before the softmax.
   DEVICE bool plain() const { return !keys_before && cap <= 0 && !kAlibi; }
 };
 
-// From a part of the columns of a tile of values to the next, in a descriptor.
+// The step of a descriptor from the columns of values of one consumer to those of the next (kSharedRows).
 constexpr int kPartOfValues = kDimVo / kColumns * TileLayout<kValueColumns>::kColumn / 16;
 
-constexpr int kRowFactors = kFewRows ? 2 : 1;  // factors of a thread: one of each of its rows, or of both
+constexpr int kRowFactors = kFewRows ? 2 : 1;  // factors of a thread: one for each of its rows, or one for both rows
 
-// Consumers begin the exponentials of a KV tile one after another, each when the one before has those of its rows 0 (an
-// OrderedSequenceBarrier in CUTLASS). Without an order they come to compute exponentials all at the same time, and then
-// to wait for products. Soft caps, 16-bit heads of 192/128 and 256, three consumers of heads of 128, and FP8 caches
-// were measured to be faster without it; heads of 512 have none either.
+// Consumers begin the exponentials of a KV tile one after another, each when the consumer before has computed the
+// exponentials of its rows 0 (CUTLASS: OrderedSequenceBarrier). Without an order, all consumers come to compute
+// exponentials at the same time, and then to wait for products at the same time. Measured to be faster without an
+// order: soft caps, 16-bit heads of 192/128 and 256, three consumers with heads of 128, and FP8 caches. Heads of 512,
+// FP8 products with heads of 256, and RoPE have no order either.
 constexpr bool kOrdered = kDimQk <= 128 && !kConverts && !kLargeBatch;
 
 struct Order {
   const Problem& p;
-  int own;  // named barrier, on which the consumer before arrives; 0 without an order
+  int own;  // the named barrier on which the consumer before this one arrives; 0 without an order
 
   DEVICE Order(int consumer, const Problem& p, float cap) : p(p), own(0) {
-    // Consumers with alternate tiles may have one more or less.
+    // With split_kv, consumers may have different numbers of tiles.
     if (!kOrdered || cap > 0 || p.split_kv()) return;
     own = kFirstInOrder + consumer;
     if (consumer == p.consumers() - 1) arrive(0);
@@ -80,7 +84,8 @@ struct Order {
     if (own) named_sync(own, 2 * kConsumerThreads);
   }
 
-  // When `sum`, of probabilities, is computed: the assembler would arrive before them.
+  // Arrives after `sum`, of probabilities, is computed. Without this dependence the assembler would move the arrival
+  // before the exponentials.
   DEVICE void arrive(float sum) const {
     const int end = kFirstInOrder + (kConsumers == 2 ? 2 : p.consumers());
     const int next = own + 1 < end ? own + 1 : kFirstInOrder;
@@ -88,13 +93,13 @@ struct Order {
   }
 };
 
-// A unit, as one consumer has it.
+// The state of a unit in one consumer.
 struct ConsumerUnit {
   const QueryBlock& block;
-  int stored, low, high, start, end, remainder;  // of the block, the same in all threads
+  int stored, low, high, start, end, remainder;  // fields of the block, in uniform registers
   int tiles;
-  // KV tiles from `visible_begin` to `visible_end` are visible to all rows of the consumer, which all exist if
-  // `all_rows`. Those of them that end before `plain_end` go to the softmax as they are.
+  // KV tiles within [visible_begin, visible_end) are visible to all rows of the consumer. Those that end at or before
+  // `plain_end` go to the softmax as they are. `all_rows`: the results of all rows of the consumer are stored.
   int visible_begin, visible_end, plain_end;
   bool all_rows;
 
@@ -104,21 +109,21 @@ struct ConsumerUnit {
 
   DEVICE bool exists() const { return stored >= 0; }
 
-  // `plain`: nothing but the mask comes between the logits and the softmax.
+  // `plain`: no scale, bias or soft cap comes before the softmax, at most a mask.
   DEVICE void set_bounds(DivideByGroup row_of, int first_line, bool plain) {
     remainder = uniform(block.remainder);
     tiles = (end - start + kTile - 1) / kTile;
     const int last_row = row_of(remainder + first_line + kPackedRows - 1);
     visible_begin = low + last_row, visible_end = min(end, high + row_of(remainder + first_line));
     all_rows = last_row < stored;
-    plain_end = uniform(plain && !kCustomMask ? visible_end : 0);  // once: the compiler would do it for each tile
+    plain_end = uniform(plain && !kCustomMask ? visible_end : 0);  // here: the compiler would compute it in each tile
   }
 
   DEVICE int first_token(int tile) const { return start + tile * kTile; }
 };
 
-// One warpgroup: the attention of its packed rows, or of its KV tiles, for all units. KV tiles have numbers among all
-// of this CTA.
+// One warpgroup: the attention of its packed rows for all units of the CTA. With split_kv it takes every other KV tile,
+// with kSharedRows it computes half of the columns. A KV tile's `number` counts the tiles of all units of the CTA.
 struct Consumer {
   const Problem& p;
   const Arguments& arguments;
@@ -127,8 +132,8 @@ struct Consumer {
   const bool split_kv;
   const DivideByGroup row_of;
   const LogitScale scale;
-  const int first_line, line;  // packed rows of a unit: the first of this consumer, and of this thread
-  const uint64 keys, values;   // the rings, as operands
+  const int first_line, line;  // first packed row of this consumer in a unit, and of this thread
+  const uint64 keys, values;   // descriptors of the first stage of the rings
   const FullBarriers<kKeyStages> k_full;
   const FullBarriers<kPvStages> v_full;
   const uint32 k_empty, v_empty;
@@ -139,12 +144,12 @@ struct Consumer {
   Probabilities probabilities;
   Output output;
   Partial partial;
-  float alpha[2], alpha_before[2];  // of the last KV tile, and of the one before
+  float alpha[2], alpha_before[2];  // alpha of the current KV tile, and of the tile before
   Rows rows;
   float factors[kRowFactors];
 #if FEW_ROWS
-  const float* query_scales;  // of this thread's rows, 8 apart
-  bool scales_logits;         // by query_scales, where something else comes before the factors
+  const float* query_scales;  // [0] and [8]: scales of this thread's two rows
+  bool scales_logits;         // query_scales multiply the logits in adjust_logits, not as a part of `factors`
 #endif
 #if ALIBI
   AlibiSlopes slopes;
@@ -160,7 +165,7 @@ struct Consumer {
         k_empty(shared_address(shared.k_empty)), v_empty(pv_empty(shared)), order(consumer, p, arguments.cap) {}
 
   DEVICE void run() {
-    bool first_logits = false;  // of the unit are complete
+    bool first_logits = false;  // the logits of the unit's first KV tile are complete
     uint32 base = 0;            // number of the unit's first KV tile
     for (uint32 n = 0;; ++n) {
       wait_for_queries(n);
@@ -170,7 +175,7 @@ struct Consumer {
       tally(kUnits);
       begin(n, unit);
       const uint32 q_empty = shared_address(&shared.q_empty[n % kQueries]);
-      const bool odd = split_kv && (base ^ consumer) & 1;  // which full barriers a consumer waits for depends on this
+      const bool odd = split_kv && (base ^ consumer) & 1;  // a consumer has tiles, and full barriers, of one parity
       int tile = odd ? 1 : 0;
       if (tile < unit.tiles) {
         uint32 number = base + tile;
@@ -226,7 +231,7 @@ struct Consumer {
   // The state of unit n before its first KV tile.
   DEVICE void begin(uint32 n, ConsumerUnit& unit) {
     unit.set_bounds(row_of, first_line, scale.plain());
-    const int first_column = threadIdx.x % 4 * 2;  // of this thread in a KV tile, to which low and high are relative
+    const int first_column = threadIdx.x % 4 * 2;  // this thread's first column of a KV tile; low and high are less it
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(unit.remainder + line + 8 * r);
@@ -256,7 +261,7 @@ struct Consumer {
 
   DEVICE void issue_logits(uint32 number) {
     uint64 ring = keys;
-    if (kKeyParts > 1) keep_in_loop(ring);  // or each of its 32 descriptors has registers of its own
+    if (kKeyParts > 1) keep_in_loop(ring);  // or each of the 32 descriptors derived from it has registers of its own
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
       const uint32 stage = number * kKeyParts + part;
@@ -274,7 +279,7 @@ struct Consumer {
 
   DEVICE void release_keys(uint32 stage) { arrive_by_warp(k_empty + stage % kKeyStages * 8); }
 
-  // PENDING products that were issued later may run on.
+  // Waits for the logits; PENDING products that were issued after them may run on.
   template <int PENDING>
   DEVICE void finish_logits(uint32 number) {
     wgmma_wait<PENDING>();
@@ -307,7 +312,7 @@ struct Consumer {
     store(output, rows, p, row_of, arguments.results, unit.block, line, first_column);
   }
 
-  // Scales, ALiBi, soft cap and masks, of the tile from token `first` on.
+  // Scales, bias of ALiBi, soft cap and masks of the KV tile from token `first` on.
   DEVICE void adjust_logits(const ConsumerUnit& unit, int first) {
     if (first + kTile <= unit.plain_end && first >= unit.visible_begin) [[likely]] return;
     const bool visible_to_all = first + kTile <= unit.visible_end && first >= unit.visible_begin;
@@ -326,7 +331,7 @@ struct Consumer {
 #endif
   }
 
-  // Of the first KV tile of a unit, whose logits are complete.
+  // Softmax of the first KV tile that this consumer has of a unit. Its logits are complete.
   DEVICE void first_probabilities(const ConsumerUnit& unit, int first) {
     adjust_logits(unit, first);
     subtract_first_max<0>(logits, rows, factors[0]), exponentiate<0>(logits, rows);
@@ -337,15 +342,15 @@ struct Consumer {
     tally(kTiles);
   }
 
-  // Of KV tile `number`, while the product of the `previous` one's probabilities runs.
+  // QK product and softmax of KV tile `number`, which overlap the PV product of KV tile `previous`.
   DEVICE void next_probabilities(const ConsumerUnit& unit, int first, uint32 number, uint32 previous) {
     issue_logits(number);
     mark(kQk);
     issue_output(previous);
     finish_logits<1>(number);
-    // O += P V of the tile before, which is complete already. The assembler would move exponentials behind the wait
-    // for it: see keep_before. With wide heads a barrier that is complete is waited for again, which takes fewer
-    // registers.
+    // Finishes O += P V of the previous tile, which is complete already. The assembler would move exponentials behind
+    // wgmma_wait: see keep_before. With wide heads a second wait for a full barrier, at an address that depends on the
+    // row sum, keeps the order with fewer registers.
     const auto finish_previous = [&](float kept, bool raised) {
       if (kFinishEarly)
         keep_before(kept);
@@ -358,7 +363,8 @@ struct Consumer {
       round_row<0>(probabilities, logits);
     };
     adjust_logits(unit, first);
-    // The last quarter of row 0 fills the latency of keep_before.
+    // keep_before takes the row sum over three quarters of row 0: the exponentials of the last quarter fill its
+    // latency.
     constexpr int kKept = kTile / 8 * 3 / 4;
     const int largest_0 = subtract_max<0>(logits, rows, factors[0]);
     order.wait();

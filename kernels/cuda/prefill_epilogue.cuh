@@ -1,4 +1,4 @@
-// Prefill: the state of a unit after its last KV tile: added to that of the other consumer, and stored.
+// Prefill: the epilogue of a unit: the reduction of the states of two consumers (split_kv), and the stores of results.
 #pragma once
 
 #include "division.cuh"
@@ -11,15 +11,15 @@ namespace attn_ops {
 namespace {
 
 struct Results {
-  const float* sinks;  // of each head, or null
+  const float* sinks;  // a logit for each query head, or null
   void* out;
   float *lse, *partial;  // lse may be null
   int out_type;
-  const float* kv_scale;  // of FP8 keys and values, or null
+  const float* kv_scale;  // scales of FP8 keys, [0], and values, [1], or null
 };
 
-// Divides by the row sums and stores output, from column `first_column` on, and with column 0 the LSE; or the partial
-// result. `line` is this thread's first packed row of the unit.
+// Divides the accumulator by the row sums and stores it from column `first_column` on, as output or as partial result.
+// If first_column is 0, also stores the LSE. `line` is this thread's first packed row of the unit.
 DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGroup row_of, const Results& to,
                   const QueryBlock& block, int line, int first_column) {
   const int first = uniform(block.remainder) + line, num_heads = p.num_kv_heads * p.group;
@@ -56,14 +56,15 @@ DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGr
   store_as<kOutDim, kFewRows ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, first_column, to_row, exists);
 }
 
-// An accumulator passes through a query buffer that is smaller in parts.
+// If a query buffer is smaller than an accumulator, the accumulator goes through it in kStateParts parts.
 constexpr int kStateBytes = kPackedRows * kDimVo * 4, kBufferBytes = kQueryTiles * kQueryBytes;
 constexpr int kStateParts = (kStateBytes + kBufferBytes - 1) / kBufferBytes;
 
-// Adds the state of the odd KV tiles to that of the even ones, through the query buffer, which neither consumer reads
-// any more. Which consumer has which depends on the units before; the order of additions does not.
+// split_kv: the consumer with the odd KV tiles passes its state (m, l, O) to the consumer with the even tiles, which
+// adds it to its own. O goes through the query buffer at `memory`, which neither consumer reads any more. Which of the
+// two consumers has the odd tiles depends on the units before; the order of additions does not.
 DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 memory) {
-  constexpr int kGroups = kDimVo / 8 / kStateParts;  // of 4 registers, in a part
+  constexpr int kGroups = kDimVo / 8 / kStateParts;  // groups of 4 registers in a part
   const int thread = threadIdx.x % kConsumerThreads, lane = thread % 32;
   const auto sync = [] { named_sync(kBothConsumers, 2 * kConsumerThreads); };
   const auto store_part = [&](int part) {
@@ -85,11 +86,11 @@ DEVICE void reduce(bool odd, Output& output, Rows& rows, Shared& shared, uint32 
       for (int r = 0; r < 2; ++r)
         shared.peer_max[line + 8 * r] = rows.row_max[r], shared.peer_sum[line + 8 * r] = sums[r];
   }
-  sync();  // the state is stored
+  sync();  // the first part of the state is stored
   if (odd) {
 #pragma unroll
     for (int part = 1; part < kStateParts; ++part) sync(), store_part(part), sync();
-    return fence_async_shared();  // TMA writes here next
+    return fence_async_shared();  // the next writes to the query buffer may be by TMA
   }
   float alpha[2], peer_alpha[2];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Prefill: the converters of FP8 keys and values.
+// Prefill: the converter warps, which convert FP8 keys and values to 16 bits.
 #pragma once
 
 #include "fp8.cuh"
@@ -7,7 +7,7 @@
 namespace attn_ops {
 namespace {
 
-// Keys or values: the FP8 tiles, and the ring.
+// Keys or values: addresses of the FP8 ring and of the 16-bit ring `ring`, with their barriers.
 struct ConvertedRing {
   uint32 fp8, fp8_full, fp8_empty, ring, full, empty;
   const int& end;
@@ -19,8 +19,8 @@ struct ConvertedRing {
         end(s.fp8_end[values]) {}
 };
 
-// The part of one warp of an FP8 tile of DIM columns: some groups of 8 tokens. A lane has 16 columns of a token, which
-// become two neighbouring chunks in the ring. The chunks of 8 lanes are in different banks.
+// One warp's part of an FP8 tile of DIM columns: kGroups groups of 8 tokens. A lane converts 16 columns of a token at a
+// time, one 16-byte chunk, to two neighbouring chunks of the 16-bit ring. The chunks of 8 lanes are in different banks.
 template <int DIM>
 struct ConvertedPart {
   using From = LoadedLayout<DIM>;
@@ -44,7 +44,8 @@ struct ConvertedPart {
     store_shared(chunk ^ 16, second);
   }
 
-  // A loop, whose instructions stay in the cache: the mainloop of consumers fills it.
+  // A loop that is not unrolled further: its few instructions stay in the instruction cache, which the mainloop of the
+  // consumers fills.
   template <Fp8Type TYPE>
   DEVICE void convert() const {
     constexpr int kAtOnce = kChunks % 4 ? 2 : 4;
@@ -67,7 +68,7 @@ struct ConvertedPart {
   }
 };
 
-// One of kWarpsOfTensor warps that convert the keys, or the values, of all KV tiles into their ring.
+// One of the kWarpsOfTensor warps that convert the keys, or the values, of all KV tiles.
 template <int DIM, int STAGES, int FP8_STAGES>
 struct Converter {
   using Part = ConvertedPart<DIM>;
@@ -76,12 +77,12 @@ struct Converter {
   const ConvertedRing ring;
   const Fp8Type type;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32) % kWarpsOfTensor;
-  uint32 stage = 0, fp8_stage = 0;  // the next of each ring, counted over all units
+  uint32 stage = 0, fp8_stage = 0;  // next stage of the 16-bit ring and of the FP8 ring, counted over all units
 
   DEVICE Converter(Shared& shared, bool values, Fp8Type type) : ring(shared, values), type(type) {}
 
-  // Fills the next stage of the ring. False if no KV tile follows. `change(address, token)` may change the tokens that
-  // this warp has converted: 8 * Part::kGroups, from token `token` of the tile on.
+  // Fills the next stage of the 16-bit ring. False if no KV tile follows. For each FP8 tile, `change(address, token)`
+  // may change the 8 * Part::kGroups tokens that this warp has converted, which begin at token `token` of the KV tile.
   template <class Change>
   DEVICE bool fill_stage(Change change) {
     for (int part = 0; part < kFp8Parts; ++part, ++fp8_stage) {
@@ -118,7 +119,8 @@ DEVICE void convert_all(bool values, Fp8Type type, Shared& shared) {
   }
 }
 
-// Keys and values in turn: the values of a KV tile after as many parts of the keys of the next as the ring has stages.
+// Converts keys and values in turn: the values of a KV tile after the first kKeyStages parts of the keys of the next KV
+// tile, which fill the ring of keys.
 DEVICE void convert_in_turn(Fp8Type type, Shared& shared) {
   constexpr auto unchanged = [](uint32, int) {};
   KeyConverter keys(shared, false, type);
@@ -131,7 +133,8 @@ DEVICE void convert_in_turn(Fp8Type type, Shared& shared) {
   }
 }
 
-// The converters: the first warps have the keys, the others the values. They share instructions if they can.
+// Converter warp `warp`: the first kWarpsOfTensor warps convert keys, the others values. If keys and values have equal
+// rings, both run the same instructions.
 DEVICE void convert_keys_and_values(int warp, Fp8Type type, Shared& shared) {
   if (kConvertsInTurn) return convert_in_turn(type, shared);
   const bool values = warp >= kWarpsOfTensor;

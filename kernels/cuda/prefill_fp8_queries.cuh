@@ -1,4 +1,4 @@
-// Prefill: bfloat16 queries of few rows beside FP8 keys and values, which become float16.
+// Prefill: converts bfloat16 queries to float16 (FEW_ROWS), the type to which FP8 keys and values are converted.
 #pragma once
 
 #include "epilogue.cuh"
@@ -8,11 +8,11 @@
 namespace attn_ops {
 namespace {
 
-// One warp: the packed rows of unit n, in place, each times a power of 2 whose inverse goes to query_scales. False if
-// there is no unit n. Eight lanes have a row, and of each block of columns a chunk of 16 bytes.
+// One warp: converts the packed rows of unit n in place. Each row is multiplied by a power of 2, whose inverse goes to
+// query_scales. False if there is no unit n. Eight lanes have a row, each a 16-byte chunk of every block of columns.
 DEVICE bool convert_queries(uint32 n, Shared& shared) {
   constexpr int kBlocks = kDimQk / kColumns, kBlockBytes = kPackedRows * kRowBytes;
-  constexpr int kRowsAtOnce = 32 / kRowChunks, kUnrolled = 4;  // loads of several rows are on their way
+  constexpr int kRowsAtOnce = 32 / kRowChunks, kUnrolled = 4;  // a lane loads kUnrolled rows at once
   const uint32 buffer = n % kQueries;
   const int lane = threadIdx.x % 32, chunk = lane % kRowChunks;
   wait(shared_address(&shared.q_loaded[buffer]), n / kQueries & 1);
@@ -45,7 +45,7 @@ DEVICE bool convert_queries(uint32 n, Shared& shared) {
     for (int i = 0; i < kUnrolled; ++i) {
       const float scale = float16_scale(largest[i]);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {  // loaded again, which takes no registers
+      for (int block = 0; block < kBlocks; ++block) {  // loads each chunk again, rather than keep it in registers
         const uint32 at = address(i) + block * kBlockBytes;
         const uint4 x = load_shared(at);
         store_shared(at, uint4{scaled_float16(x.x, scale), scaled_float16(x.y, scale), scaled_float16(x.z, scale),

@@ -1,4 +1,4 @@
-// Prefill: what changes the logits of a KV tile before the softmax.
+// Prefill: scales, soft cap and masks of the logits of a KV tile, before the softmax.
 #pragma once
 
 #if CUSTOM_MASK
@@ -16,15 +16,17 @@
 namespace attn_ops {
 namespace {
 
-// A thread has two packed rows, 8 apart, and of each the columns 8 i + 2 (lane % 4) and the next one, for every i.
+// The two packed rows of a thread, 8 apart. Of each, the thread has columns 8 i + 2 (lane % 4) and the next one, for
+// every i.
 struct Rows {
-  float row_max[2], row_sum[2];  // row_max is less kLogScale; row_sum is relative to it, over own columns
-  int low[2], high[2];           // tokens that the row sees
+  // row_max is the row maximum less kLogScale; row_sum the sum of 2^(logit - row_max) over the columns of this thread.
+  float row_max[2], row_sum[2];
+  int low[2], high[2];  // the row sees tokens of [low, high); both are less the thread's first column of a KV tile
 };
 
-// The tanh of `to_cap` times each logit. Almost all logits of a model are far below the cap, where it needs no
-// exponential: the warp takes the other form if one of its logits is not. So it does where logits are of other memory,
-// on which no bit of a result may depend.
+// tanh(to_cap * logit) of each logit. Almost all logits of a model are far below the cap, where SmallTanh needs no
+// exponential. A warp takes tanh_exact if one of its logits is larger, and whenever not all logits are visible. Hidden
+// logits come from arbitrary memory: if the choice depended on them, so would bits of the result.
 DEVICE void soft_cap(Logits& logits, float to_cap, bool all_visible) {
   const float scale = fabsf(to_cap);
   float largest = all_visible && scale >= kLeastTanhScale && scale <= 1 / kLeastTanhScale ? 0 : kInfinity;
@@ -45,20 +47,21 @@ DEVICE void multiply(Logits& logits, float scale) {
   for (int i = 0; i < kTile / 2; ++i) logits[i] *= scale;
 }
 
-// By `scales[0]` and `scales[8]`, those of this thread's rows.
+// Multiplies the logits of this thread's two rows by `scales[0]` and `scales[8]`.
 DEVICE void multiply_rows(Logits& logits, const float* scales) {
 #pragma unroll
   for (int i = 0; i < kTile / 2; ++i) logits[i] *= scales[i / 2 % 2 * 8];
 }
 
-// A bit for each of this thread's columns of a row, in order, that is before token `end` of the tile.
+// A bit for each of this thread's columns of a row, in order: 1 if the column is before token `end` of the tile. `end`
+// is less the thread's first column.
 DEVICE uint32 columns_before(int end) {
   end = max(min(end, kTile), 0);
   return static_cast<uint32>((uint64(1) << (end / 8 * 2 + min(end % 8, 2))) - 1);
 }
 static_assert(kTile <= 128);
 
-// By bits, of which an instruction makes seven predicates.
+// Sets logits outside of [rows.low, rows.high) to -inf, by bits: one instruction makes predicates of seven bits.
 DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -73,7 +76,8 @@ DEVICE void mask(Logits& logits, const Rows& rows, int first) {
 }
 
 #if CUSTOM_MASK
-// The custom mask: `low` is that of row 0 of the unit, and `first` the first token of the tile.
+// Sets logits that the custom mask hides to -inf. `low` is the unit's (QueryBlock), `first` the first token of the
+// tile.
 DEVICE void mask(Logits& logits, const Rows& rows, const Problem& p, const UnitMask& custom, int low, int first) {
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll

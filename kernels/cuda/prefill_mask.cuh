@@ -1,5 +1,5 @@
-// Prefill: packed custom masks. A mask has a bit for each query row and KV token of a request: rows one after another,
-// the lowest bit of a byte first. Each request begins at a whole byte. Tokens without a bit, beyond the last byte, are
+// Prefill: packed custom masks. A mask has a bit for each query row and KV token of a request: row after row, the
+// lowest bit of a byte first. Each request begins at a whole byte. Tokens whose bit would be after the last byte are
 // hidden.
 #pragma once
 
@@ -8,12 +8,12 @@
 namespace attn_ops {
 namespace {
 
-// 32 * WORDS bits from bit `bit` on, 0 outside of the mask.
+// Loads 32 * WORDS bits from bit `bit` on. Bits outside of the mask are 0.
 template <int WORDS>
 DEVICE void load_bits(const Problem& p, int64 bit, uint32 (&bits)[WORDS]) {
-  const int before = static_cast<int>(reinterpret_cast<uint64>(p.mask) % 4);  // bytes of the first aligned word
+  const int before = static_cast<int>(reinterpret_cast<uint64>(p.mask) % 4);  // bytes from an aligned word to the mask
   bit += before * 8;
-  const int64 byte = (bit >> 5) * 4 - before;  // where the aligned word with the first bit begins
+  const int64 byte = (bit >> 5) * 4 - before;  // byte of the mask at which the aligned word with the first bit begins
   uint32 words[WORDS + 1];
   if (byte >= 0 && byte + 4 * (WORDS + 1) <= p.mask_bytes) [[likely]] {
     const uint32* from = reinterpret_cast<const uint32*>(p.mask + byte);
@@ -35,7 +35,8 @@ DEVICE void load_bits(const Problem& p, int64 bit, uint32 (&bits)[WORDS]) {
     bits[i] = static_cast<uint32>(((uint64(words[i + 1]) << 32) | words[i]) >> (bit & 31));
 }
 
-// The same where all words around these bits are inside of the mask: several loads may be on their way at once.
+// As load_bits, where all aligned words with these bits are inside of the mask. There is no branch, so that the loads
+// of several calls overlap.
 template <int WORDS>
 DEVICE void load_inner_bits(const Problem& p, int64 bit, uint32 (&bits)[WORDS]) {
   const uint64 address = reinterpret_cast<uint64>(p.mask);
@@ -49,15 +50,15 @@ DEVICE void load_inner_bits(const Problem& p, int64 bit, uint32 (&bits)[WORDS]) 
     bits[i] = static_cast<uint32>(((uint64(words[i + 1]) << 32) | words[i]) >> (bit & 31));
 }
 
-// A bit for each of 32 tokens that is before token `end`.
+// A bit for each of 32 tokens: 1 if the token is before token `end`.
 DEVICE uint32 tokens_before(int end) { return end >= 32 ? ~0u : end <= 0 ? 0 : (1u << end) - 1; }
 
-// One warp: the mask of a unit, of which `row` is the first query row, among those of all requests.
+// One warp: `first` and `stride` of the mask of a unit whose first query row is row `row` of `q`.
 DEVICE UnitMask mask_of(const Problem& p, int request, int row) {
   if (!p.kv_len) return {int64(row) * p.kv_rows, p.kv_rows};
   if (uint32(request) >= uint32(p.max_batch)) return {};
-  const auto wide = [](int x) { return uint64(int64(x)); };  // whose products wrap, for any contents of a plan
-  uint64 bytes = 0;                                          // of the requests before
+  const auto wide = [](int x) { return uint64(int64(x)); };  // products of uint64 wrap, for any contents of a plan
+  uint64 bytes = 0;                                          // bytes of the masks of the requests before
   for (int b = threadIdx.x % 32; b < request; b += 32)
     bytes += ((wide(p.qo_indptr[b + 1]) - wide(p.qo_indptr[b])) * wide(p.kv_len[b]) + 7) / 8;
 #pragma unroll
@@ -68,7 +69,7 @@ DEVICE UnitMask mask_of(const Problem& p, int request, int row) {
   return {int64(first), stride};
 }
 
-// This warp's copy in shared memory, where it takes no registers.
+// This warp's copy of the UnitMask, in shared memory, where it takes no registers.
 DEVICE UnitMask& own_mask(Shared& shared) { return shared.masks[threadIdx.x / 32]; }
 
 DEVICE void store_mask(const UnitMask& mask, Shared& shared) {
@@ -77,7 +78,7 @@ DEVICE void store_mask(const UnitMask& mask, Shared& shared) {
   __syncwarp();
 }
 
-// One warp, before `seen_tokens`.
+// One warp: stores all fields of the unit's mask, for `seen_tokens` and `Scan`.
 DEVICE void store_mask(const Problem& p, const Unit& unit, Shared& shared) {
   UnitMask mask = mask_of(p, unit.request, unit.row + unit.first_row);
   mask.rows = min((unit.first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1) - unit.first_row + 1;
@@ -87,8 +88,9 @@ DEVICE void store_mask(const Problem& p, const Unit& unit, Shared& shared) {
   store_mask(mask, shared);
 }
 
-// One warp: of 32 * WORDS tokens from `token` on, those that a query row of the unit sees. Lane l has the bits of those
-// from 32 * (l % WORDS) on. Few rows see all tokens of most masks: then the others are not read.
+// One warp: which of the 32 * WORDS tokens from `token` on any query row of the unit sees, a bit for each. Lane l has
+// the bits of the 32 tokens from 32 * (l % WORDS) on. In most masks a few rows together see all tokens: the loop then
+// ends.
 template <int WORDS>
 DEVICE uint32 seen_tokens(const Problem& p, const UnitMask& mask, int token) {
   const int lane = threadIdx.x % 32;
@@ -106,7 +108,7 @@ DEVICE uint32 seen_tokens(const Problem& p, const UnitMask& mask, int token) {
   return seen & ~beyond;
 }
 
-constexpr int kTreeRows = 128;  // query rows of a request, at most, whose mask is taken for a tree of draft tokens
+constexpr int kTreeRows = 128;  // a mask of at most so many query rows is taken for a tree of draft tokens
 
 DEVICE int rows_of_request(const Problem& p, int request) {
   if (!p.kv_len) return p.rows;
@@ -114,17 +116,18 @@ DEVICE int rows_of_request(const Problem& p, int request) {
   return int(uint32(p.qo_indptr[request + 1]) - uint32(p.qo_indptr[request]));  // wraps, for any contents of a plan
 }
 
-// One warp: looks for KV tiles that the mask lets a query row of a unit see. Windows are those of the whole unit.
+// One warp: looks for KV tiles with a token that the mask lets any query row of the unit see. The window is the union
+// of the windows of all rows.
 struct Scan {
-  static constexpr int kRows = kProducerRegisters > 40 ? 4 : kProducerRegisters > 32 ? 2 : 1;  // read at once
+  static constexpr int kRows = kProducerRegisters > 40 ? 4 : kProducerRegisters > 32 ? 2 : 1;  // rows read at once
   static constexpr int kWords = kProducerRegisters > 32 ? 2 : 1, kLaneTokens = 32 * kWords, kTokens = 32 * kLaneTokens;
   static constexpr int kTileLanes = kTile / kLaneTokens;
   static constexpr uint32 kFirstTile = (1u << kTileLanes) - 1;
 
   const Problem& p;
   const UnitMask& mask;
-  int begin, end;  // tokens
-  bool inside;     // the mask has all words that are read
+  int begin, end;  // tokens that the window lets some row see
+  bool inside;     // all words that are read are inside of the mask
 
   DEVICE Scan(const Problem& p, const UnitMask& mask, const Unit& unit)
       : p(p), mask(mask), begin(max(unit.start, mask.low)), end(min(unit.end, mask.high + mask.rows - 1)) {
@@ -132,8 +135,8 @@ struct Scan {
     inside = mask.first + unit.start >= 32 && last_bit + 64 <= 8 * p.mask_bytes;
   }
 
-  // A bit for each lane that has a token which a row sees, of its kLaneTokens from `token` on. Rows are read until one
-  // sees a token of the lanes in `some`, and one a token of those in `others`.
+  // A bit for each lane: 1 if a row sees one of the lane's kLaneTokens tokens from `token` on. Reads rows until a token
+  // of the lanes in `some` is seen, and a token of the lanes in `others`; later rows may set more bits.
   DEVICE uint32 lanes(int token, uint32 some, uint32 others) const {
     uint32 found = 0;
     for (int first = 0; first < mask.rows && !(found & some && found & others); first += kRows) {
@@ -162,7 +165,7 @@ struct Scan {
     return found;
   }
 
-  // Where the first KV tile of [first, last) begins that a row sees; `last` without one.
+  // The first token of the first KV tile in [first, last) that a row sees; `last` if there is none.
   DEVICE int first_tile(int first, int last, int lane) const {
     for (; first < last; first += kTokens) {
       const uint32 seen = lanes(first + kLaneTokens * lane, kFirstTile, ~0u);
@@ -171,7 +174,7 @@ struct Scan {
     return last;
   }
 
-  // Where the last one ends, or `last` in it; `first` without one.
+  // The end of the last KV tile in [first, last) that a row sees, at most `last`; `first` if there is none.
   DEVICE int last_tile(int first, int last, int lane) const {
     for (int token = first + (last - first - 1) / kTokens * kTokens; token >= first; token -= kTokens) {
       const uint32 tile = kFirstTile << min(last - token - 1, kTokens - 1) / kTile * kTileLanes;
@@ -182,11 +185,11 @@ struct Scan {
   }
 };
 
-// One warp: the KV tokens of a unit become those from the first KV tile to the last that a query row sees. Many masks
-// hide neither the first nor the last: these are looked at together.
+// One warp: limits the KV tokens of a unit to the KV tiles from the first to the last that a query row sees. Many masks
+// hide neither the first nor the last KV tile of the unit: both are looked at together, before others.
 //
-// Not for requests of few query rows: their masks are trees of draft tokens, which hide none of the tokens before, and
-// to find that out takes longer than a KV tile.
+// Does nothing for requests of at most kTreeRows query rows: their masks are trees of draft tokens, which hide none of
+// the tokens before the tree, and to find that out takes longer than a KV tile.
 DEVICE void skip_hidden_ends(const Problem& p, Unit& unit, Shared& shared) {
   if (rows_of_request(p, unit.request) <= kTreeRows) return;
   store_mask(p, unit, shared);

@@ -1,4 +1,5 @@
-// Prefill: sizes, shared memory, and which units a CTA has. `prefill.cu` has the schedule.
+// Prefill: tile sizes, the layout of shared memory, and the units that a CTA computes. `prefill.cu` describes the
+// schedule.
 #pragma once
 
 #include "clocks.cuh"
@@ -28,7 +29,7 @@
 #ifndef SHARED_ROWS
 #define SHARED_ROWS 0
 #endif
-#define UNIT_PARTS (HEAD_DIM_VO > 256 && !SHARED_ROWS ? 2 : 1)  // units of the columns of values
+#define UNIT_PARTS (HEAD_DIM_VO > 256 && !SHARED_ROWS ? 2 : 1)  // units that divide the columns of values
 #ifndef CONSUMERS
 #define CONSUMERS 2
 #endif
@@ -36,33 +37,34 @@
 namespace attn_ops {
 namespace {
 
-// An accumulator of 64 rows and 512 columns has more registers than a consumer, which then has kDimVo of the kOutDim
-// columns. Another unit has the rest, or with kSharedRows the other consumer of the same rows.
+// An accumulator of 64 rows and 512 columns takes 256 registers of a thread, more than a consumer has. So a consumer
+// computes kDimVo of the kOutDim columns. Another unit computes the other columns, or with kSharedRows the other
+// consumer, which has the same rows.
 constexpr bool kSharedRows = SHARED_ROWS;
 constexpr int kOutDim = HEAD_DIM_VO, kValueParts = kOutDim > 256 ? 2 : 1, kDimVo = kOutDim / kValueParts;
-constexpr int kUnitParts = UNIT_PARTS, kValueColumns = kOutDim / kUnitParts;  // of a unit
+constexpr int kUnitParts = UNIT_PARTS, kValueColumns = kOutDim / kUnitParts;  // columns of values of a unit
 static_assert(!kSharedRows || kValueParts == 2);
-// The ring of keys has stages of kKeyDim columns, kKeyParts of which are a KV tile. Shared memory holds just one of
-// heads of 512: the next is loaded part by part.
+// A stage of the ring of keys has kKeyDim columns of a KV tile, so that kKeyParts stages make up the tile. With heads
+// of 512, shared memory has no room for a second KV tile: parts of the next tile replace parts that have been read.
 constexpr int kDimQk = HEAD_DIM_QK, kKeyParts = kDimQk > 256 ? 4 : 1, kKeyDim = kDimQk / kKeyParts;
 static_assert(PAGED || !KV_CP_ASYNC);
 constexpr bool kCustomMask = CUSTOM_MASK;
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 constexpr int kConsumers = CONSUMERS;
-constexpr bool kConverts = KV_FP8 || ROPE;                        // a warpgroup changes what consumers read
-constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // or two, where consumers spare the registers
+constexpr bool kConverts = KV_FP8 || ROPE;                        // there is a converter warpgroup
+constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // there are two: consumers spare the registers
 static_assert(!kConverts || kConsumers == 2);
 constexpr bool kAlibi = ALIBI;
 static_assert(ROPE + ALIBI + Q_FP8 <= 1 && KV_FP8 + ALIBI + Q_FP8 <= 1);
 static_assert(kValueParts == 1 || !(Q_FP8 || ROPE || ALIBI));
-// Sizes by head dims are those of the tables of tiles in prefill.py.
+// The sizes for each head dim are also in the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
 constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
-static_assert(!kFewRows || (KV_FP8 && PAGED && DTYPE == 1));
+static_assert(!kFewRows || (KV_FP8 && !ROPE && PAGED && DTYPE == 1));
 constexpr int kTile =  // tokens of a KV tile
     kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch || (kFewRows && kDimQk > 64) ? 64 : 128;
-constexpr int kKeyStages =  // of the ring of keys
+constexpr int kKeyStages =  // stages of the ring of keys
     kKeyParts > 1 && KV_FP8                                                     ? 2
     : kSharedRows                                                               ? 6
     : kFp8Products || kConsumers == 3 || kKeyParts > 1                          ? 4
@@ -72,39 +74,44 @@ constexpr int kValueStages =  // KV tiles of the ring of values
     kValueParts > 1                                                                   ? 1
     : kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products && !(KV_FP8 && ROPE)) ? kKeyStages
                                                                                       : 2;
-constexpr int kRaggedBox =  // most tokens of a TMA box, the size of those of ragged keys and values
+constexpr int kRaggedBox =  // tokens of a TMA box of ragged keys and values; a box of paged ones has at most as many
     kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
-constexpr int kTransposedStages = 4;                                 // and of transposed values, of FP8 products
-constexpr int kTilesAhead =  // KV tiles left to load when a unit is taken, whose custom mask is then read
-    kCustomMask ? 8 : kKeyStages > 2 * kKeyParts && !kLargeBatch ? 1 : 3;
+constexpr int kTransposedStages = 4;  // KV tiles of the ring of transposed values (FP8 products)
+// The scheduler takes the next unit when producer K has kTilesAhead KV tiles of a unit left. With a custom mask the
+// scheduler then reads the mask of the next unit, which takes longer.
+constexpr int kTilesAhead = kCustomMask ? 8 : kKeyStages > 2 * kKeyParts && !kLargeBatch ? 1 : 3;
 constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
-constexpr int kQueryBlocks = 2 * kQueries;                           // units whose QueryBlock is kept
-constexpr int kPackedRows = 64;                                      // of a consumer
-constexpr int kQueryTiles = kFewRows || kSharedRows ? 1 : kConsumers;  // blocks of kPackedRows of a query buffer
-// A row in shared memory, as wide as the swizzle, has kColumns columns. Wider heads have several such blocks of
-// columns.
+constexpr int kQueryBlocks = 2 * kQueries;                           // QueryBlocks in shared memory
+constexpr int kPackedRows = 64;                                      // packed rows of a consumer
+constexpr int kQueryTiles = kFewRows || kSharedRows ? 1 : kConsumers;  // blocks of kPackedRows rows of a query buffer
+// A row in shared memory is as wide as the swizzle, kRowBytes, and has kColumns columns. The columns of wider heads are
+// several blocks of kColumns.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
-constexpr int kGroupBytes = 8 * kRowBytes;  // of 8 rows of a block of columns
+constexpr int kGroupBytes = 8 * kRowBytes;  // 8 rows of one block of columns
 constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
 constexpr int kKeyBytes = kTile * kKeyDim * kElementBytes, kValueBytes = kTile * kValueColumns * kElementBytes;
-// TMA loads keys and values to the rings. FP8 ones are loaded to rings of their own, kFp8Parts of whose stages make up
-// one of the 16-bit ring, and converted from there.
+// With KV_FP8, producers load FP8 tiles of kLoadedTile tokens into FP8 rings, and converters convert them into the
+// 16-bit rings: kFp8Parts FP8 tiles make up a stage. Without KV_FP8 a loaded tile is a KV tile.
 constexpr int kFp8Parts = KV_FP8 && !kFewRows && kKeyParts == 1 ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
 constexpr int kFp8KeyStages = kSharedRows ? 4 : kKeyParts > 1 ? 2 : !kFewRows ? kFp8Parts : kDimQk == 256 ? 2 : 6;
 constexpr int kFp8ValueStages = kKeyParts > 1 ? 1 : kFp8KeyStages;
 constexpr int kMostFp8Stages = kFp8KeyStages > kFp8ValueStages ? kFp8KeyStages : kFp8ValueStages;
-constexpr int kLoadedRowBytes = KV_FP8 ? 64 : kRowBytes, kLoadedBytes = KV_FP8 ? 1 : kElementBytes;  // of an element
+// Bytes of a row of kColumns columns, and of an element, of keys and values as they are loaded.
+constexpr int kLoadedRowBytes = KV_FP8 ? 64 : kRowBytes, kLoadedBytes = KV_FP8 ? 1 : kElementBytes;
 static_assert(kLoadedTile % kRaggedBox == 0);
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 constexpr int kConverterWarps = kManyConverters ? 8 : kConverts ? 4 : 0;
 constexpr int kFirstConsumerWarp = kProducerWarps + kConverterWarps;
-// Half of the converters have keys, and half values. With RoPE, and where values have fewer columns, all have both.
+// Half of the converter warps convert keys, and half values. With RoPE, and if a unit has fewer columns of values than
+// of keys, all of them convert both.
 constexpr bool kConvertsInTurn = ROPE || UNIT_PARTS > 1;
-constexpr int kWarpsOfTensor = kConvertsInTurn ? kConverterWarps : kConverterWarps / 2;  // that have keys, or values
+constexpr int kWarpsOfTensor = kConvertsInTurn ? kConverterWarps : kConverterWarps / 2;  // converter warps of a tensor
 constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps);
-// Of a thread. More than the CTA has from its launch would never become free. Producers that transpose spill less with
-// more, and those that copy tokens have several addresses at once, where consumers can spare them without spilling.
+// Registers of a thread, for setmaxnreg. Their sum over all warpgroups must not exceed the registers of the launch, or
+// setmaxnreg.inc would wait forever. If consumers can spare registers without spilling, producers have more: those that
+// transpose then spill less, those that copy tokens have more addresses at once, and those that scan a custom mask read
+// more rows at once.
 constexpr bool kSparesRegisters =
     kFp8Products ? kDimQk == 64 : (KV_CP_ASYNC || CUSTOM_MASK) && !kConverts && kConsumers == 2;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSparesRegisters ? 56 : 40;
@@ -114,9 +121,12 @@ constexpr int kConsumerRegisters =
 constexpr int kLaunchRegisters = kThreads == 640 ? 96 : kThreads == 512 ? 128 : 168;
 static_assert(kProducerRegisters + kConverterWarps / 4 * kConverterRegisters + kConsumers * kConsumerRegisters <=
               kThreads / 128 * kLaunchRegisters);
-// Producers of keys, and as many of values: with two that copy tokens, the second ones are the warps of producer Q too.
-// The arrivals of one at a barrier, of all, and the addresses that one which copies tokens has at once. Who multiplies
-// what threads copied executes a proxy fence.
+// kTensorProducers    producer warps of keys, and also of values. The second ones, which copy tokens, are the warps of
+//                     producer Q
+// kProducerArrivals   arrivals of one producer warp at a full barrier; kTensorArrivals: of all producers of the tensor
+// kAddresses          addresses that a thread which copies tokens has in registers at once
+// kFencesKeys         consumers execute a proxy fence before WGMMA, since it reads keys that threads copied by
+//                     cp.async; kFencesValues: the same for values
 constexpr int kTensorProducers = KV_CP_ASYNC && !kFp8Products && kLoadedTile >= 64 ? 2 : 1;
 constexpr int kProducerArrivals = KV_CP_ASYNC ? 32 : 1, kTensorArrivals = kTensorProducers * kProducerArrivals;
 constexpr int kAddresses = kProducerRegisters > 40 ? 8 : 2;
@@ -124,53 +134,55 @@ constexpr bool kFencesKeys = KV_CP_ASYNC && !kConverts;
 constexpr bool kFencesValues = KV_CP_ASYNC && !KV_FP8 && !kFp8Products;
 constexpr int kNone = 1 << 30;                                   // a window without a bound
 constexpr int kMaxGroup = 1 << 15;                               // CUDA_PREFILL_GROUP: see DivideByGroup
-constexpr int kBeforeAll = -1024;                                // less than any token plus a row of a unit
-constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // of logits
-constexpr float kLeastFactor = 0x1p-126f, kMostFactor = 0x1p126f;  // with that of a query: neither 0 nor inf
-enum NamedBarrier { kBothConsumers = 1, kFirstInOrder };  // the latter and following: Order
+constexpr int kBeforeAll = -1024;                                // a `low`: low + r <= 0 for every row r of a unit
+constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;  // scale of logits that the softmax applies
+constexpr float kLeastFactor = 0x1p-126f, kMostFactor = 0x1p126f;  // with the scale of a converted query: not 0 or inf
+enum NamedBarrier { kBothConsumers = 1, kFirstInOrder };  // from kFirstInOrder on: one for each consumer, see Order
 
-// What consumers need of a unit. Producer Q computes it once, in 64 bits where sums may not fit in 32.
+// The fields of a unit that consumers need. Producer Q computes them once, in 64 bits where sums may not fit in 32.
 //
 // Rows are counted from the unit's first query row: packed row i of the unit belongs to row (remainder + i) / group.
 // Row r sees tokens of [low + r, min(high + r, end)).
 //
-// A consumer releases a query buffer before its epilogue, which still reads the unit: so there are more of these. The
-// one of unit n is written again for unit n + kQueryBlocks, when consumers have released the queries of a unit after n.
+// A consumer releases a query buffer before its epilogue, which still reads the QueryBlock of the unit: so there are
+// twice as many QueryBlocks as query buffers. The QueryBlock of unit n is overwritten for unit n + kQueryBlocks, when
+// consumers have released the queries of unit n + kQueries and thus ended the epilogue of unit n.
 struct QueryBlock {
-  int stored;         // query rows from the unit's first one on whose results are stored. No unit follows if negative
+  int stored;         // results of rows r < stored are stored. Negative: there is no unit, the CTA has ended
   int low, high;
   int start, end;     // KV tokens
-  int slot;           // of the partial result, negative without a split
-  int head;           // the first of the KV head's group
-  int remainder;      // of the first packed row divided by the group
+  int slot;           // slot of the partial result, negative without a split
+  int head;           // first query head of the KV head's group
+  int remainder;      // the unit's first packed row modulo the group
 #if UNIT_PARTS > 1
-  int first_column;   // of values and results
+  int first_column;   // first column of values and results
 #endif
 #if ROPE
-  int position;       // of the first query row
+  int position;       // position of the unit's first query row
 #endif
 #if ALIBI
   int bias_row;       // bias of row r for token t: slope * (t - (bias_row + r) + bias_rest)
   int bias_rest;
 #endif
 #if CUSTOM_MASK
-  int request, row;   // the first query row among those of all requests
+  int request, row;   // the unit's first query row, in `q`
 #endif
-  int64 first;        // where the first query row and head are stored: its number among those of `out` or `partial`
+  int64 first;        // index of the result of row 0 and `head` in `out` or `partial`, as [rows * heads, HEAD_DIM_VO]
 };
 
-struct Unit : Item {     // `start` to `end` are loaded. No unit follows if `count` is 0
+struct Unit : Item {     // tokens `start` to `end` are loaded. `count` is 0 if there is no unit: the CTA has ended
   int hidden;            // tokens from start on that no row sees, less than a box
   int first_packed_row;
-  int first_row;         // the query row of the item to which it belongs
+  int first_row;         // query row of the item to which first_packed_row belongs
   int kv_head;
 #if UNIT_PARTS > 1
-  int first_column;      // of values
+  int first_column;      // first column of values
 #endif
 };
 
-// The custom mask of a unit. `first` is the bit of its first query row and token 0, `stride` the bits of a row.
-// Producer V has the rest too: the query rows, of which row r sees tokens of [low + r, min(high + r, end)).
+// The custom mask of a unit: `first` is the bit of the unit's first query row and token 0, `stride` the bits of a query
+// row. For producer V and the scheduler it also has the unit's number of query rows, of which row r sees tokens of
+// [low + r, min(high + r, end)) as far as the window allows.
 struct UnitMask {
   int64 first;
   int stride, rows, low, high, end;
@@ -188,32 +200,33 @@ struct Shared {
 #endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
 #if FEW_ROWS
-  float query_scales[kQueries][kQueryTiles * kPackedRows];  // of packed rows that were bfloat16
+  float query_scales[kQueries][kQueryTiles * kPackedRows];  // factors of the logits of packed rows that were bfloat16
 #endif
   QueryBlock query_blocks[kQueryBlocks];
   Unit unit;
 #if CUSTOM_MASK
-  UnitMask masks[kThreads / 32];  // of each warp that reads it
+  UnitMask masks[kThreads / 32];  // a copy for each warp that reads the mask
 #endif
-  // There are twice as many full barriers as stages, so that each is always waited for by the same consumer when they
-  // take alternate KV tiles: one that skipped every other phase could take one that is two phases behind for complete.
+  // There are twice as many full barriers as stages. When two consumers take alternate KV tiles, the same consumer then
+  // waits for every phase of a barrier. A consumer that waited for every other phase would always wait for the same
+  // parity, and could take the phase two before for the one it waits for.
   uint64 k_full[2 * kKeyStages], k_empty[kKeyStages], v_full[2 * kValueStages], v_empty[kValueStages];
   uint64 q_full[kQueries], q_empty[kQueries], unit_full, unit_empty, staging;
 #if Q_FP8
   uint64 t_full[2 * kTransposedStages], t_empty[kTransposedStages];  // of transposed values
 #elif KV_FP8
-  uint64 fp8_full[2][kMostFp8Stages], fp8_empty[2][kMostFp8Stages];  // of FP8 keys, and of values
-  int fp8_end[2];                                                    // not 0 if no KV tile follows
+  uint64 fp8_full[2][kMostFp8Stages], fp8_empty[2][kMostFp8Stages];  // [0]: FP8 keys, [1]: FP8 values
+  int fp8_end[2];                                                    // 1 if no FP8 tile follows
 #endif
 #if ROPE && !KV_FP8
-  uint64 k_loaded[kKeyStages];  // before they are rotated
+  uint64 k_loaded[kKeyStages];  // keys are loaded, and not rotated yet
 #endif
 #if FEW_ROWS || ROPE
-  uint64 q_loaded[kQueries];  // before they are converted or rotated
+  uint64 q_loaded[kQueries];  // queries are loaded, and not converted or rotated yet
 #endif
 };
 
-// Packed rows of a unit: those of a work item in as few units as hold them, of equal size.
+// Packed rows of a unit: a work item of `packed_rows` is divided into as few units as possible, of equal size.
 DEVICE int equal_unit_rows(int packed_rows) {
   const int parts = (packed_rows + kPackedRows - 1) / kPackedRows, units = (parts + kConsumers - 1) / kConsumers;
   return (parts + units - 1) / units * kPackedRows;
@@ -223,47 +236,49 @@ struct Problem {
   const int *qo_indptr, *kv_indices, *work;
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
   int page_size, box, tile_rows, unit_rows, num_items, slots;
-  int* queue;  // of the plan; null without one
+  int* queue;  // null without a plan
 #if CUSTOM_MASK
   const unsigned char* mask;
   int64 mask_bytes;
-  const int* kv_len;  // of the plan; null without one
+  const int* kv_len;  // null without a plan
 #endif
 #if ALIBI
   bool has_cap;
 #endif
 
   DEVICE bool split_kv() const { return !kSharedRows && (kFewRows || tile_rows * group <= kPackedRows); }
-  // All consumers have the same rows: they divide the KV tiles, or the columns of values.
+  // Whether both consumers have the same rows, and divide the KV tiles or the columns of values.
   DEVICE bool same_rows() const { return kSharedRows || split_kv(); }
-  // Packed rows of a unit: `unit_rows`, which is the constant with two consumers, for the sake of registers.
+  // Packed rows of a unit, `unit_rows`. With two consumers constants take its place, which saves registers.
   DEVICE int block_rows() const { return kConsumers == 3 ? unit_rows : same_rows() ? kPackedRows : 2 * kPackedRows; }
   DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
-  DEVICE int consumers() const { return same_rows() ? 2 : block_rows() / kPackedRows; }  // that have rows
-  DEVICE int readers() const { return split_kv() ? 1 : consumers(); }                    // of a KV tile
+  DEVICE int consumers() const { return same_rows() ? 2 : block_rows() / kPackedRows; }  // consumers that have rows
+  DEVICE int readers() const { return split_kv() ? 1 : consumers(); }                    // consumers of a KV tile
 };
 
-// Keys or values in global memory. A page adds `page_step` and a head `head_step` to the outermost index.
+// Keys or values in global memory. Paged KV: a page adds `page_step`, and a head `head_step`, to the outermost index.
 struct Source {
   const TensorMap* map;
   int page_step, head_step;
 };
 
-// `position + rows + window`, with a position that may be negative and a sum that may not fit in 32 bits, as a token.
+// position + rows + window, added in 64 bits and clamped to [0, kMaxTokens]; kMaxTokens if the window has no bound.
+// `position` may be negative.
 DEVICE int bound(int position, int rows, int window) {
   if (window == kNone) return kMaxTokens;
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(0)));
 }
 
 // position + rows + window, clamped to [kBeforeAll, kMaxTokens], so that adding a row of a unit or the size of a tile
-// does not overflow 32 bits. `none` of a window without a bound.
+// does not overflow 32 bits. `none` if the window has no bound.
 static_assert(kBeforeAll + kConsumers * kPackedRows <= 0);
 DEVICE int relative_bound(int position, int rows, int window, int none) {
   if (window == kNone || window == -kNone) return none;
   return static_cast<int>(max(min(int64(position) + rows + window, int64(kMaxTokens)), int64(kBeforeAll)));
 }
 
-// How many items there are: in the work list, and with those after them, of rows without a request.
+// Numbers of work items: `planned` in the work list; `all` counts also the padding items after them, whose query rows
+// belong to no request.
 struct ItemCounts {
   int planned, all;
 
@@ -275,11 +290,11 @@ struct ItemCounts {
   }
 };
 
-// Units of this CTA in their order. One thread has it, and passes the units to the producers.
+// The units of this CTA in order. The scheduler has it.
 //
-// With a plan a CTA begins with the unit of its number, and takes the others from a counter. Together the CTAs
-// increment it as often as there are units: the last increment sets it back to 0. The units of an item follow one
-// another, KV head by KV head; those of the same keys are neighbours.
+// With a plan, CTA c begins with unit c, and takes the next units from a counter. Together the CTAs increment the
+// counter as often as there are units, so that the last increment sets it back to 0. The units of an item follow one
+// another, KV head by KV head, so that units which read the same keys are neighbours.
 struct Schedule : Walk<PAGED> {
   DEVICE bool next(const Problem& p, Unit& unit) {
     const int64 of_item = int64(p.num_kv_heads) * p.blocks() * kUnitParts;
@@ -293,9 +308,9 @@ struct Schedule : Walk<PAGED> {
     }
   }
 
-  // Unit number u. False if it has no rows.
+  // Unit number u. False if the unit has no rows.
   DEVICE bool find(const Problem& p, int u, Unit& unit) const {
-    const ItemCounts items(p);  // again, which takes no registers while the counter is waited for
+    const ItemCounts items(p);  // computed again, so that it takes no registers during the wait for the counter
     const int blocks = p.blocks(), of_rows = u / kUnitParts, of_heads = of_rows / blocks;
     const int first_packed_row = of_rows % blocks * p.block_rows(), first = first_packed_row / p.group;
     unit.kv_head = of_heads % p.num_kv_heads, unit.first_packed_row = first_packed_row, unit.first_row = first;
@@ -312,7 +327,7 @@ struct Schedule : Walk<PAGED> {
     return true;
   }
 
-  // Reads an item. False if it has no rows.
+  // Reads an item. False if the item has no rows.
   DEVICE bool locate(const Problem& p, ItemCounts items, int item, Unit& unit) const {
     if (p.queue) {
       if (item >= items.planned) item += p.num_items - items.all;
@@ -326,34 +341,35 @@ struct Schedule : Walk<PAGED> {
   }
 };
 
-// Unit n of this CTA, until an arrival on unit_empty. The last arrival asks for the next unit.
+// Waits for unit n of this CTA. The reference is valid until this warp arrives on unit_empty: the last arrival lets the
+// scheduler write the next unit.
 DEVICE const Unit& wait_for_unit(uint32 n, Shared& shared) {
   wait(shared_address(&shared.unit_full), n & 1);
   return shared.unit;
 }
 
-// An arrival of this warp.
+// Arrives on unit_empty, once for the warp.
 DEVICE void release_unit(Shared& shared) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.unit_empty));
 }
 
-// Where a KV tile of DIM columns has what, in bytes. A box is a page or a part of one: its tokens are in groups of
-// 8, each with all its columns. Ragged KV begins at any token: all tokens of a block of columns, then those of the
-// next.
+// The layout of a KV tile of DIM columns in shared memory, in bytes. Paged KV: groups of 8 tokens, each with all blocks
+// of columns, since a box has all DIM columns of its tokens. Ragged KV, which begins at any token: blocks of columns,
+// each with all tokens of the tile.
 template <int DIM, int TOKENS = kTile, int ROW_BYTES = kRowBytes, int BYTES = kElementBytes>
 struct TileLayout {
   static constexpr int kRow = ROW_BYTES;
-  static constexpr int kBlocks = DIM * BYTES / ROW_BYTES;               // of columns
-  static constexpr int kGroup = PAGED ? kBlocks * 8 * kRow : 8 * kRow;  // to the next 8 tokens
-  static constexpr int kColumn = PAGED ? 8 * kRow : TOKENS * kRow;      // to the next block of columns
+  static constexpr int kBlocks = DIM * BYTES / ROW_BYTES;               // blocks of columns
+  static constexpr int kGroup = PAGED ? kBlocks * 8 * kRow : 8 * kRow;  // from 8 tokens to the next 8
+  static constexpr int kColumn = PAGED ? 8 * kRow : TOKENS * kRow;      // from a block of columns to the next
 };
 
-// Of keys or values as TMA loads them.
+// The layout of keys or values as producers load them.
 template <int DIM>
 using LoadedLayout = TileLayout<DIM, kLoadedTile, kLoadedRowBytes, kLoadedBytes>;
 
-// The place in a swizzled tile of what is at byte `offset` of one that is not.
+// The byte offset in a swizzled tile of the element that is at byte `offset` of the tile without a swizzle.
 template <int ROW_BYTES = kRowBytes>
 DEVICE uint32 swizzled(uint32 offset) {
   return offset ^ (offset >> 7 & (ROW_BYTES / 16 - 1)) << 4;

@@ -16,13 +16,14 @@ namespace {
 
 constexpr int kSchedulerThreads = kCustomMask ? 32 : 1;
 
-// The scheduler: takes unit n of this CTA, or the end, when the producers want it, and passes it to them.
+// The scheduler: waits until the producers ask for unit n of this CTA, takes it, and passes it to them. After the last
+// unit, it passes a unit with a count of 0.
 DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& shared) {
   Unit& unit = shared.unit;
   wait(shared_address(&shared.unit_empty), n & 1 ^ 1);
 #if CUSTOM_MASK
   const bool takes = threadIdx.x % 32 == 0;
-  __syncwarp();  // all have read the unit before
+  __syncwarp();  // all lanes have read the previous unit
   if (takes && !schedule.next(p, unit)) unit = {};
   __syncwarp();
   if (unit.count > 0) skip_hidden_ends(p, unit, shared);
@@ -33,7 +34,7 @@ DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& sh
   arrive(shared_address(&shared.unit_full));
 }
 
-constexpr int kValueChunks = kValueColumns * kLoadedBytes / 16;  // of 16 bytes, of the values of a token
+constexpr int kValueChunks = kValueColumns * kLoadedBytes / 16;  // 16-byte chunks of the values of a token
 
 DEVICE void zero_chunk(uint32 values, int row, int chunk) {
   using Layout = LoadedLayout<kValueColumns>;
@@ -43,13 +44,14 @@ DEVICE void zero_chunk(uint32 values, int row, int chunk) {
                uint4{0, 0, 0, 0});
 }
 
-// One warp.
+// One warp: sets rows `begin` to `end` of a tile of values to 0.
 DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
   for (int i = begin * kValueChunks + lane; i < end * kValueChunks; i += 32)
     zero_chunk(values, i / kValueChunks, i % kValueChunks);
 }
 
-// One warp: the rows that are not in `seen`, the result of seen_tokens. A mask may hide whole KV tiles.
+// One warp: sets the rows of a tile of values that are not in `seen`, the result of seen_tokens, to 0. These may be all
+// rows, since a mask may hide whole KV tiles.
 DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
   static_assert(kValueChunks % 32 == 0 || 32 % kValueChunks == 0);
 #pragma unroll 2
@@ -59,12 +61,12 @@ DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
   }
 }
 
-// Where TMA loads keys or values: the rings of the consumers, or tiles of FP8 that are converted into these.
+// The ring into which a producer loads keys or values: the ring of the consumers, or the FP8 ring of the converters.
 template <bool VALUES>
 struct LoadedTiles {
-  static constexpr bool kRotated = ROPE && !KV_FP8 && !VALUES;  // in the ring, by converters
+  static constexpr bool kRotated = ROPE && !KV_FP8 && !VALUES;  // converters rotate the keys in this ring
   static constexpr int kDim = VALUES ? kValueColumns : kKeyDim, kBytes = kLoadedTile * kDim * kLoadedBytes;
-  static constexpr int kParts = VALUES ? 1 : kKeyParts;  // stages of a tile
+  static constexpr int kParts = VALUES ? 1 : kKeyParts;  // stages that a loaded tile takes
   static constexpr int kStages = KV_FP8 ? (VALUES ? kFp8ValueStages : kFp8KeyStages)
                                         : (VALUES ? kValueStages : kKeyStages);
   static constexpr int kFullBarriers = KV_FP8 || kRotated ? kStages : 2 * kStages;
@@ -85,10 +87,12 @@ struct LoadedTiles {
 #endif
         empty(shared_address(VALUES ? shared.v_empty : shared.k_empty)) {}
 #endif
-  DEVICE void wait_for_empty(uint32 n) const { wait(empty + n % kStages * 8, n / kStages & 1 ^ 1); }  // stage n
+  // `n` counts the stages that were filled over all units of this CTA.
+  DEVICE void wait_for_empty(uint32 n) const { wait(empty + n % kStages * 8, n / kStages & 1 ^ 1); }
 
 #if KV_FP8 && !ROPE
-  // There is no tile `tile`: when all before it are converted, the converters end. By all producers, or all `part`s.
+  // Ends the converters, when all tiles before `tile`, which does not exist, are converted. All producers of the tensor
+  // call this; `part` is the producer's number.
   DEVICE void end(uint32 tile, Shared& shared, int lane, int part = 0) const {
     for (int i = 0; i < kStages; ++i) wait_for_empty(tile + i);
     if (lane == 0 && part == 0) shared.fp8_end[VALUES] = 1;
@@ -97,19 +101,19 @@ struct LoadedTiles {
 #endif
 };
 
-// The boxes of a unit's paged KV, in order. Page numbers are loaded for 32 boxes at a time, one by each lane, and as
-// many boxes ahead. They make up whole tiles.
+// The boxes of a unit's paged KV, in order. A warp loads the page numbers of 32 boxes at a time, one in each lane, and
+// 32 boxes ahead. 32 boxes make up whole tiles.
 constexpr int kPageLanes = 32;
 
 struct PagedBoxes {
-  int outer;         // index of this lane's box in the outermost dimension of the map; -1, outside of it, after the end
-  int next;          // the lane that has the next box, kPageLanes for the first of the following boxes
-  int group;         // of 8 tokens, in the page: where the next box begins
-  uint32 following;  // page number of this lane's box of those that follow
+  int outer;         // outermost index of this lane's box in the map; -1, outside of the map, after the end of the KV
+  int next;          // lane that has the next box; kPageLanes if it is the first of the following 32 boxes
+  int group;         // group of 8 tokens of the page at which the next box begins
+  uint32 following;  // page number of this lane's box of the following 32 boxes
 };
 
-// Loads columns of the KV tile from token `first` on, from block `first_block` of columns on. One warp, of which one
-// lane issues the instructions.
+// One warp, of which one lane issues the loads: a tile of kLoadedTile tokens from token `first` on, and the columns of
+// a stage, from block `first_block` of columns on.
 template <class Layout>
 DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, int first, int first_block,
                       PagedBoxes& boxes, uint32 to, uint32 barrier) {
@@ -133,12 +137,14 @@ DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, 
   }
 }
 
-// One warp: the KV tiles of all units. That of keys asks for the next unit when kTilesAhead tiles are left.
-// Boxes after the end lie outside of the tensor map and read as zeros.
-// Tokens of a box that no row sees are arbitrary memory, perhaps NaN. Logits of such keys are masked; VALUES are set to
-// 0, since a probability of 0 times NaN is NaN.
+// One producer warp: loads the keys or values of all units by TMA. The producer of keys releases a unit when
+// kTilesAhead tiles of it are left, the producer of values at once.
 //
-// These warps share the issue slots and the special function unit of their SM sub-partition with consumers: the loop
+// Boxes after the end of the KV lie outside of the tensor map and read as zeros. Tokens of a box that no row sees are
+// arbitrary memory, perhaps NaN. Logits of such keys are masked; such values are set to 0, since a probability of 0
+// times NaN is NaN.
+//
+// A producer warp shares the issue slots and the special function unit of its SM sub-partition with consumers: the loop
 // has few instructions.
 template <bool VALUES>
 DEVICE void produce(const Problem& p, Source source, Shared& shared) {
@@ -148,7 +154,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   const int lane = threadIdx.x % 32, box = p.box;
   const FastDivide by_page(p.page_size);
   const uint32 staging = shared_address(&shared.staging);
-  // The page number of this lane's box of those from token `first` on.
+  // The page number of this lane's box, of the 32 boxes from token `first` on.
   const auto load_page = [&](const Unit& unit, int first) -> uint32 {
     const int token = first + lane * box;
     if (!PAGED || token >= unit.end) return 0;
@@ -176,7 +182,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
     bool released = VALUES || unit.start >= unit.end;
     if (released) release_unit(shared);
     mark(kSchedule);
-    const int end = unit.start + (unit.end - unit.start + kTile - 1) / kTile * kTile;  // of the last KV tile
+    const int end = unit.start + (unit.end - unit.start + kTile - 1) / kTile * kTile;  // end of the last KV tile
     for (int first = unit.start; first < end;) {
       if (!released && unit.end - first <= kTilesAhead * kTile) release_unit(shared), released = true;
       const int visible = unit.end - first;
@@ -190,7 +196,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
       const uint32 seen = VALUES ? seen_tokens<kLoadedTile / 32>(p, own_mask(shared), first) : 0;
       const bool zero = VALUES && __any_sync(~0u, seen != ~0u);
 #else
-      const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // inside of a box
+      const bool ends = visible > 0 && visible < kLoadedTile && visible & (box - 1);  // the KV ends inside of a box
       const bool zero = VALUES && (ends || (first == unit.start && unit.hidden));
 #endif
       const PagedBoxes of_tile = boxes;
@@ -226,20 +232,20 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   }
 }
 
-// Queries in global memory: the map's boxes are 64 packed rows, or 0 rows of q if a group is not a divisor of 64. Those
-// of bfloat16 may be converted in shared memory.
+// Queries in global memory.
 struct Queries {
   const TensorMap* map;
-  int box_rows;
+  int box_rows;                   // query rows of a box, which has 64 packed rows; 0 if the group does not divide 64
   const char* first;
   int64 stride_row, stride_head;  // elements
-  bool converts;
+  bool converts;                  // bfloat16 queries are converted to float16 in shared memory
 
-  DEVICE int threads() const { return box_rows ? 1 : kQueryThreads; }  // that load them
+  DEVICE int threads() const { return box_rows ? 1 : kQueryThreads; }  // threads that load queries
 };
 
-// Copies the packed rows of a unit: of a block of columns, a thread has 16 bytes of a row, and these of the rows that
-// are a multiple of kAtOnce, which 8 divides, further on.
+// kQueryThreads threads: copy the packed rows of a unit by cp.async. Each thread copies one 16-byte chunk of each block
+// of columns, of every kAtOnce-th packed row. kAtOnce is a multiple of 8, so that the chunk has the same place in each
+// group of 8 rows.
 DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 to, int thread) {
   constexpr int kAtOnce = kQueryThreads / kRowChunks;
   const int chunk = thread % kRowChunks, first = thread / kRowChunks;
@@ -262,9 +268,10 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
 }
 
 #if ALIBI
-// The bias is that of the distance from a row to a token, both counted from the first of the request. Logits get the
-// distance from the position of the row instead: it is short where the row has most of its weight, and so exact. The
-// rest is the same for all tokens of a row, and the epilogue adds it to the LSE. With a soft cap logits get it too.
+// ALiBi's bias is slope * (token - row), where the token counts from the first KV token of the request, and the row
+// from its first query row. Logits get slope * (token - position of the row) instead: this distance is small, and so
+// exact, where the row has most of its weight. The difference of the two is the same for all tokens of a row, and the
+// epilogue adds it to the LSE (`bias_rest`). With a soft cap, which is not linear, logits get the whole bias.
 // Sums wrap, for any contents of a plan; rows without a request have no keys.
 DEVICE void write_bias_rows(const Problem& p, const Unit& unit, QueryBlock& to) {
   const bool planned = p.qo_indptr && uint32(unit.request) < uint32(p.max_batch);
@@ -304,7 +311,8 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   to.head = head;
 }
 
-// The packed rows of unit n, and the unit itself. If TMA loads them, thread 0 alone does. Without a unit it is the end.
+// Writes the QueryBlock of unit n and loads its packed rows: by all kQueryThreads threads, or by thread 0 alone if TMA
+// loads them. If unit n does not exist, the QueryBlock says so, and no rows are loaded.
 DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, uint32 n, Shared& shared, int thread) {
   const bool exists = unit.count > 0;
   const uint32 buffer = n % kQueries;
@@ -330,13 +338,13 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
   mark(kIssue);
 }
 
-// Two warps, or a thread if TMA loads them: the queries of all units. A unit without rows is the end. The first thread
-// is the scheduler, or the first warp with a custom mask. With two producers of keys and of values, the second ones do
-// this in `produce_tokens`. The second warp converts queries: the scheduler does not wait for that.
+// Producer Q, warps 2 and 3: the queries of all units. One thread loads them by TMA, or all threads copy them. The
+// first thread, or with a custom mask warp 2, is also the scheduler. Warp 3 converts queries (FEW_ROWS), so that the
+// scheduler does not wait for the conversion. With two producers of keys and of values, `produce_tokens` does all this.
 DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) {
   const int thread = threadIdx.x % kQueryThreads;
   const bool loads = thread < q.threads(), converts = q.converts && thread >= 32;
-  const bool schedules = thread < kSchedulerThreads;  // without a custom mask it loads too
+  const bool schedules = thread < kSchedulerThreads;
   if (!loads && !converts && !(kCustomMask && schedules)) return;
   Schedule schedule;
   for (uint32 n = 0;; ++n) {

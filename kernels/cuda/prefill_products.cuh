@@ -1,4 +1,5 @@
-// Prefill: the products of a consumer of 16-bit operands. `prefill_fp8_products.cuh` has the same in FP8.
+// Prefill: the QK and PV products of a consumer with 16-bit operands. `prefill_fp8_products.cuh` has the same functions
+// for FP8 operands.
 #pragma once
 
 #include "descriptors.cuh"
@@ -13,12 +14,12 @@ using Output = float[kDimVo / 2];
 using Probabilities = uint32[kTile / 16][4];
 struct Partial {};  // PV adds to the output itself
 
-// Exponentials of a row leave issue slots, in which O of the tile before is finished: it is complete by then, unless
-// heads are wide.
+// Whether a consumer finishes O of the KV tile before (wait, rescale, round P) in the issue slots between the
+// exponentials of row 1. With wide heads O is not complete by then, and is finished after them.
 constexpr bool kFinishEarly = kDimVo <= 128;
 
 constexpr float kLogScale = 0;  // probabilities are those of the online softmax times 2^kLogScale
-constexpr float kMostExponent = kRescaleThreshold;  // of a probability
+constexpr float kMostExponent = kRescaleThreshold;  // largest exponent without a raise of row_max
 
 // The ring from which PV reads values.
 constexpr int kPvStages = kValueStages;
@@ -29,8 +30,9 @@ DEVICE uint64 pv_values(Shared& shared) {
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
 
-// The queries of a unit as operands, in parts of 16 columns: in registers for heads of 128, where QK then reads a third
-// less of shared memory. Three consumers have registers for half of them, and with other heads there are none.
+// The queries of a unit as operand A of QK, in parts of 16 columns. With heads of 128 and without converters they are
+// in registers, and QK reads a third less of shared memory. Three consumers have registers for half of the parts. Other
+// kernels have no registers for queries.
 constexpr int kQueryParts = kDimQk / 16;
 constexpr int kRegisterParts = kDimQk != 128 || kConverts ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
 
@@ -38,7 +40,7 @@ struct Query {
   uint32 registers[kRegisterParts > 0 ? kRegisterParts : 1][4];
   uint64 shared;
 
-  // `address` of 64 packed rows.
+  // `address`: 64 packed rows in shared memory.
   DEVICE void load(uint32 address) {
     shared = k_major(address, kGroupBytes, kRowBytes);
     if (kRegisterParts == 0) return;
@@ -50,7 +52,7 @@ struct Query {
   }
 };
 
-// With part `key_part` of the columns of keys, of which the first sets the logits and others add to them.
+// Issues the product with part `key_part` of the columns of keys. Part 0 sets the logits, other parts add to them.
 DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys, int key_part) {
 #pragma unroll
   for (int i = 0; i < kQueryParts / kKeyParts; ++i) {
@@ -64,7 +66,8 @@ DEVICE void issue_qk(Logits& logits, const Query& query, uint64 keys, int key_pa
   wgmma_commit();
 }
 
-// Products of 256 columns at once need more than the registers of the launch with 512 threads.
+// A WGMMA of 256 columns has 128 accumulator registers: with its other operands, more than the 128 registers of a
+// launch with 512 threads. So the columns are divided.
 constexpr int kPvParts = kConverts && kDimVo > 128 ? 2 : 1;
 
 DEVICE void issue_pv(Output& output, Partial&, const Probabilities& p, uint64 values) {
@@ -85,7 +88,7 @@ DEVICE void finish_pv(Output& output, Partial&, const Probabilities&, uint64, co
   fence_registers(output);
 }
 
-// Before PV of the next tile.
+// Rescales the output by the `alpha` of the next KV tile, before the PV product of that tile.
 DEVICE void rescale_for_next(Output& output, const float (&alpha)[2]) { rescale(output, alpha); }
 
 }  // namespace

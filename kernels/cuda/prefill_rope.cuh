@@ -1,4 +1,4 @@
-// Prefill: the converters with RoPE, which rotate queries and keys in place. They also convert FP8 keys and values.
+// Prefill: the converter warpgroup with RoPE. It rotates queries and keys in place, and converts FP8 keys and values.
 #pragma once
 
 #include "division.cuh"
@@ -11,7 +11,7 @@
 namespace attn_ops {
 namespace {
 
-constexpr int kRotatingThreads = KV_FP8 ? 32 : 32 * kConverterWarps;  // of the same keys
+constexpr int kRotatingThreads = KV_FP8 ? 32 : 32 * kConverterWarps;  // threads that share the keys of a call
 using QueryRotation = RowRotation<kDimQk, 32 * kConverterWarps>;
 using KeyRotation = RowRotation<kDimQk, kRotatingThreads>;
 using RopeAngles = KeyRotation::OwnAngles;
@@ -23,7 +23,7 @@ DEVICE void rotate_queries(uint32 queries, const Problem& p, const QueryBlock& b
   const QueryRotation rotation(threadIdx.x % (32 * kConverterWarps));
   const DivideByGroup row_of(p.group);
   const int position = block.position, first = block.remainder + rotation.row;
-  const int rows = min(p.block_rows(), block.stored * p.group - block.remainder);  // that are stored
+  const int rows = min(p.block_rows(), block.stored * p.group - block.remainder);  // packed rows that are stored
 #pragma unroll 1
   for (int i = 0; i < rows; i += kPackedRows)
     rotation.rotate_rows<kGroupBytes, kPackedRows * kRowBytes>(
@@ -31,7 +31,8 @@ DEVICE void rotate_queries(uint32 queries, const Problem& p, const QueryBlock& b
         [&](int row) { return RopeAngles(turns, position + row_of(first + i + row)); });
 }
 
-// The queries of all units, and before those of the next unit its KV tiles, by `next_tile(first)`, from token `first`.
+// Rotates the queries of each unit, and calls `next_tile(first)` for each KV tile of the unit, which begins at token
+// `first`.
 template <class NextTile>
 DEVICE void rotate_units(const Problem& p, const RopeTurns& turns, Shared& shared, NextTile next_tile) {
   for (uint32 n = 0;; ++n) {
@@ -49,7 +50,7 @@ DEVICE void rotate_units(const Problem& p, const RopeTurns& turns, Shared& share
   }
 }
 
-// The warpgroup of converters.
+// The converter warpgroup.
 DEVICE void rotate_queries_and_keys(const Problem& p, float theta, float scale, int kv_type, Shared& shared) {
   using Layout = TileLayout<kDimQk>;
   const KeyRotation rotation(threadIdx.x % kRotatingThreads);

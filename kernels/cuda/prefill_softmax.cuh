@@ -1,4 +1,4 @@
-// Prefill: from the logits of a KV tile to probabilities.
+// Prefill: the online softmax of a KV tile, from logits to probabilities.
 #pragma once
 
 #include "prefill_logits.cuh"
@@ -6,10 +6,10 @@
 namespace attn_ops {
 namespace {
 
-// The online softmax over one more KV tile with lazy rescaling, of row ROW of this thread. Its logits become exponents,
-// relative to its row_max, whose base-2 exponentials are the probabilities.
+// Online softmax with lazy rescaling. Each function works on row ROW, 0 or 1, of this thread. Logits become exponents,
+// logit * factor - row_max, whose base-2 exponentials are the probabilities.
 
-// Of the first tile that this consumer has of a unit: row_max is its largest logit.
+// The first KV tile that this consumer has of a unit: sets row_max by its largest logit.
 template <int ROW>
 DEVICE void subtract_first_max(Logits& logits, Rows& rows, float factor) {
   float largest = -kInfinity;
@@ -27,10 +27,10 @@ DEVICE void subtract_first_max(Logits& logits, Rows& rows, float factor) {
     }
 }
 
-// The same with the row_max of the tiles before. Almost no tile raises one: so not the maximum of the row is returned,
-// but an integer over that of kMostExponent if an exponent is, or if the row saw no token so far. Positive floats have
-// the order of their bits as integers, of which one instruction takes the maximum of three; negative ones do not
-// matter.
+// A later KV tile: subtracts the row_max of the tiles before. Almost no tile raises row_max, so the row maximum is not
+// computed. Returns an integer above the bits of kMostExponent if one of this thread's exponents is above
+// kMostExponent, or if the row saw no token so far. Bits of positive floats, as integers, have the order of the floats,
+// and one instruction takes the maximum of three integers. Negative floats are negative integers, and do not matter.
 template <int ROW>
 DEVICE int subtract_max(Logits& logits, const Rows& rows, float factor) {
   const float anchor = finite(rows.row_max[ROW]);
@@ -44,8 +44,8 @@ DEVICE int subtract_max(Logits& logits, const Rows& rows, float factor) {
   return largest;
 }
 
-// Raises row_max of rows that saw no token so far, and of those that have an exponent over kMostExponent, to the
-// largest logit so far. `alpha` rescales sums over the tiles before.
+// Raises row_max to the largest logit so far if the row saw no token so far, or has an exponent over kMostExponent.
+// `alpha` is the factor by which l and O over the tiles before are rescaled; row_sum (l) is rescaled here.
 template <int ROW>
 DEVICE void raise_max(Logits& exponents, Rows& rows, float& alpha) {
   float largest = -kInfinity;
@@ -64,7 +64,8 @@ DEVICE void raise_max(Logits& exponents, Rows& rows, float& alpha) {
   rows.row_max[ROW] = row_max, rows.row_sum[ROW] *= alpha;
 }
 
-// Whether row_max of a row of this warp was raised: else `alpha` is 1.
+// Raises row_max if `largest`, a result of subtract_max, requires it in a lane of this warp. Returns whether one does;
+// otherwise `alpha` is 1.
 template <int ROW>
 DEVICE bool raise_if_over(int largest, Logits& exponents, Rows& rows, float (&alpha)[2]) {
   alpha[ROW] = 1;
@@ -73,7 +74,7 @@ DEVICE bool raise_if_over(int largest, Logits& exponents, Rows& rows, float (&al
   return raised;
 }
 
-// Exponents of tokens 8 * BEGIN to 8 * END of the tile become probabilities.
+// Makes exponents of tokens 8 * BEGIN to 8 * END of the KV tile probabilities, and adds them to row_sum.
 template <int ROW, int BEGIN = 0, int END = kTile / 8>
 DEVICE void exponentiate(Logits& exponents, Rows& rows) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Prefill: the producers of keys and values in pages of any size.
+// Prefill: the producers that copy keys and values token by token, from pages of any size.
 #pragma once
 
 #include "prefill_producer.cuh"
@@ -7,9 +7,10 @@
 namespace attn_ops {
 namespace {
 
-// One warp: the KV tiles of all units, as `produce` of prefill_producer.cuh. Page numbers are loaded a tile ahead. Of
-// two producers each has its `part` of the tokens of a tile. Before the tiles of a unit the second ones do what
-// `produce_queries` does.
+// One producer warp: loads the keys or values of all units by cp.async, as `produce` of prefill_producer.cuh does by
+// TMA. Page numbers are loaded a tile ahead. Of two producers of a tensor, each copies half of the tokens of a tile,
+// half number `part`. The second ones are the warps of producer Q: before the tiles of a unit they take its unit and
+// load its queries, as `produce_queries` does.
 template <bool VALUES>
 DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 stride_head, const Queries& q, int part,
                            Shared& shared) {
@@ -42,7 +43,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
     const TokenSource of_head = source.from_byte(unit.kv_head * stride_head + first_byte);
     const int tokens_of_unit = unit.end - unit.start;
     int first = unit.start;
-    const int end = first + (tokens_of_unit + kTile - 1) / kTile * kTile;  // of the last KV tile
+    const int end = first + (tokens_of_unit + kTile - 1) / kTile * kTile;  // end of the last KV tile
     TileTokens<kOwnTokens, kLoadedTile, kAddresses> tokens(p, request, first + part * kOwnTokens);
 #if CUSTOM_MASK
     if (VALUES) store_mask(p, unit, shared);

@@ -1,5 +1,5 @@
-// RoPE of rows in shared memory (ROPE_LLAMA): columns i and i + dim / 2 of a head are turned by
-// position * rope_theta^(-2 i / dim) / rope_scale radians, in float32, and rounded to their type.
+// RoPE of rows in shared memory (ROPE_LLAMA): columns i and i + dim / 2 of a head are a pair, which is rotated by
+// position * rope_theta^(-2 i / dim) / rope_scale radians, in float32, and rounded to DTYPE.
 #pragma once
 
 #include "epilogue.cuh"
@@ -8,8 +8,9 @@
 namespace attn_ops {
 namespace {
 
-// Turns of columns `pair` and pair + dim / 2 from one position to the next, in units of 2^-64. Products with positions
-// wrap at whole turns, so that angles are as accurate at the last position as at the first.
+// `turns(pair)` is the rotation of a pair of columns from one position to the next: the fraction of a whole turn, in
+// units of 2^-64. Its products with positions wrap at whole turns, so that angles are as accurate at the last position
+// as at the first.
 template <int DIM>
 struct Frequencies {
   double exponent, first;
@@ -23,7 +24,7 @@ struct Frequencies {
   }
 };
 
-// Of PAIRS pairs of columns at a position, by their turns.
+// Sines and cosines of the angles of PAIRS pairs of columns at one position.
 template <int PAIRS>
 struct Angles {
   float sin[PAIRS], cos[PAIRS];
@@ -31,12 +32,13 @@ struct Angles {
   DEVICE Angles(const uint64 (&turns)[PAIRS], int position) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      const int angle = static_cast<int>(turns[i] * uint64(int64(position)) >> 32);  // at most half a turn
+      const int angle = static_cast<int>(turns[i] * uint64(int64(position)) >> 32);  // 2^-32 turns, at most 1/2 turn
       const float radians = static_cast<float>(angle) * (3.14159265f * 0x1p-31f);
       sin[i] = sin_approx(radians), cos[i] = cos_approx(radians);
     }
   }
 
+  // Adds the angles of `other`.
   DEVICE void add(const Angles& other) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
@@ -46,7 +48,7 @@ struct Angles {
     }
   }
 
-  // The pairs (x[i], y[i]).
+  // Rotates the pairs (x[i], y[i]).
   DEVICE void turn(float (&x)[PAIRS], float (&y)[PAIRS]) const {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
@@ -57,6 +59,7 @@ struct Angles {
   }
 };
 
+// Two elements of DTYPE as floats.
 DEVICE void unpack(uint32 pair, float& low, float& high) {
   if (DTYPE == 1)
     float16_values(pair, low, high);
@@ -64,23 +67,23 @@ DEVICE void unpack(uint32 pair, float& low, float& high) {
     low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
 }
 
-// THREADS threads that rotate rows of DIM columns of 16 bits in place, swizzled as in hopper.cuh. This one has kPairs
-// pairs of columns of row kRow, and of every kRowsAtOnce-th after it.
+// One of THREADS threads that rotate rows of DIM columns of 16 bits in place, swizzled as in hopper.cuh. It has kPairs
+// pairs of columns of row `row`, and of every kRowsAtOnce-th row after `row`.
 template <int DIM, int THREADS>
 struct RowRotation {
-  static constexpr int kPairs = 4, kLanes = DIM / 2 / kPairs;  // threads of a row
+  static constexpr int kPairs = 4, kLanes = DIM / 2 / kPairs;  // kLanes threads have a row
   static constexpr int kRowsAtOnce = THREADS / kLanes;
-  static constexpr int kRowsOfStep = kRowsAtOnce < 8 ? 8 : kRowsAtOnce;  // whole groups
-  static constexpr int kColumns = 64;                                    // of a row of 128 bytes
+  static constexpr int kRowsOfStep = kRowsAtOnce < 8 ? 8 : kRowsAtOnce;  // a step has whole groups of 8 rows
+  static constexpr int kColumns = 64;                                    // columns of a swizzled row of 128 bytes
   using OwnAngles = Angles<kPairs>;
   using OwnTurns = uint64[kPairs];
 
-  int row, column;  // the first of this thread, the latter of the first half
+  int row, column;  // first row of this thread, and first column of its pairs, in the first half of the columns
 
   DEVICE explicit RowRotation(int thread) : row(thread / kLanes), column(thread % kLanes * kPairs) {}
 
-  // The pairs of this thread in a row. `at` is the address of their first columns; COLUMN bytes are from a block of
-  // columns to the next.
+  // Rotates the pairs of this thread in a row. `at` is the address of column `column`. Blocks of columns are COLUMN
+  // bytes apart.
   template <int COLUMN>
   DEVICE static void rotate(uint32 at, const OwnAngles& angles) {
     const uint32 at_second = DIM / 2 < kColumns ? at ^ DIM / 2 * 2 : at + DIM / 2 / kColumns * COLUMN;
@@ -93,8 +96,8 @@ struct RowRotation {
     store_shared(at_second, __uint_as_float(pack(y[0], y[1])), __uint_as_float(pack(y[2], y[3])));
   }
 
-  // The first `rows` rows of a tile, in whole steps. Its groups of 8 rows are GROUP bytes apart. `angles_of(i)` are
-  // those of the row that is `i` after the first of this thread, in ascending order.
+  // Rotates the first `rows` rows of a tile, rounded up to whole steps. Groups of 8 rows are GROUP bytes apart.
+  // `angles_of(i)` returns the angles of row `row` + i. It is called with ascending i.
   template <int GROUP, int COLUMN, class AnglesOf>
   DEVICE void rotate_rows(uint32 tile, int rows, AnglesOf angles_of) const {
     const uint32 block = tile + row / 8 * GROUP + column / kColumns * COLUMN;
@@ -108,8 +111,8 @@ struct RowRotation {
       }
   }
 
-  // Keys of consecutive positions. The angles begin with those of the first row; a row adds `step`, those of
-  // kRowsAtOnce positions.
+  // Rotates ROWS keys of consecutive positions, of which the first is `position`. `step` are the angles of kRowsAtOnce
+  // positions, which each next row of this thread adds.
   template <int ROWS, int GROUP, int COLUMN>
   DEVICE void rotate_keys(uint32 tile, int position, const OwnTurns& turns, const OwnAngles& step) const {
     static_assert(ROWS % kRowsOfStep == 0);

@@ -6,27 +6,29 @@
 namespace attn_ops {
 namespace {
 
-constexpr int kMaxTokens = 0x7FF00000;  // of a request: sums with sizes of tiles fit in 32 bits
+constexpr int kMaxTokens = 0x7FF00000;  // limit of tokens of a request, to which a tile size is added in 32 bits
 enum Work { kRow, kRows, kKvBegin, kKvEnd, kPosition, kPageStart, kSlot, kRequest, kWorkStride };
 enum Queue { kNextUnit, kPlannedItems, kQueueSize };
 
+// A work item.
 struct Item {
-  int row;         // of q: the first query row
-  int count;       // query rows
-  int position;    // of the first query row in the KV sequence
+  int row;         // first query row, in `q`
+  int count;       // number of query rows
+  int position;    // position of the first query row in the KV sequence of its request
   int start, end;  // KV tokens
-  int page_start;  // of the request in kv_indices; its first token in ragged KV
-  int slot;        // of the partial result, negative without a split
-  int request;     // of the plan
+  int page_start;  // index of the request's first page in kv_indices; ragged KV: the request's first token
+  int slot;        // slot of the partial result, negative without a split
+  int request;     // index of the request in the plan
 };
 
-// Of `walkers` CTAs or clusters, the unit of walker w in a wave: w, 2 * walkers - 1 - w, 2 * walkers + w and so on.
-// Plans sort their items by length, so waves in turn forwards and backwards balance.
+// The unit of walker `walker`, one of `walkers` CTAs or clusters, in wave 0, 1, 2 and so on: walker, 2 * walkers - 1 -
+// walker, 2 * walkers + walker and so on. Plans sort items by length, so that alternating forward and backward waves
+// balance the walkers.
 DEVICE int64 unit_of_wave(int wave, int walker, int walkers) {
   return int64(wave) * walkers + (wave & 1 ? walkers - 1 - walker : walker);
 }
 
-// The items at the end of the list for the query rows after the last request's.
+// The number of padding items: items at the end of the work list, for the query rows after the last request.
 template <class Problem>
 DEVICE int padding_items(const Problem& p) {
   return (max(p.rows - max(p.qo_indptr[p.max_batch], 0), 0) + p.tile_rows - 1) / p.tile_rows;
@@ -37,10 +39,11 @@ template <bool kPaged>
 struct Walk {
   int wave = 0;
 
-  // Reads an item, bounded by the capacities. Returns the item itself, or a later one that is the next to have rows.
+  // Reads item `item`, bounded by the capacities, and returns `item`. For an item that has no rows, returns the number
+  // of the first padding item instead, the next item that has rows.
   //
-  // Items without rows divide the query rows after the last request's among them. The plan lists them last: after the
-  // first of them, those without such rows are skipped.
+  // The plan lists items without rows last. The last padding_items(p) of them are padding items, which divide the query
+  // rows after the last request.
   template <class Problem>
   DEVICE int locate(const Problem& p, int item, Item& to) const {
     // No wider loads: a plan may lie at any multiple of 4 bytes.
@@ -69,9 +72,9 @@ struct Walk {
   }
 };
 
-// The next unit of a walker that has anything to do. An item has `of_item` units. `schedule.locate(p, item, unit)`
-// reads the item, or returns a later one to go on with, and `schedule.take(p, number, unit)` the rest of the unit, or
-// returns false.
+// The next unit of a walker that has rows; false if there is none. An item has `of_item` units.
+// `schedule.locate(p, item, unit)` reads the item, or returns the number of a later item to go on with.
+// `schedule.take(p, number, unit)` sets the other fields of unit `number`, or returns false if the unit has no rows.
 template <class Schedule, class Problem, class Unit>
 DEVICE bool next_unit(
     Schedule& schedule, const Problem& p, Unit& unit, int walker, int walkers, int units, int of_item) {

@@ -1,9 +1,10 @@
-// Attention with swapped operands, S^T = K Q^T and O^T = V^T P^T by one warpgroup: what its consumers share.
+// Functions of consumers with swapped operands, in decode and MLA. One warpgroup computes S^T = K Q^T, O^T = V^T P^T.
 //
-// The M of WGMMA, 64, is tokens of S^T and columns of O^T, and its N is packed rows, few of them.
+// The M of WGMMA, 64, is tokens in S^T and value columns in O^T. Its N is packed rows.
 //
-// Of a product [64, N] a thread has the lines 16 w + lane / 4, of warp w, and the one 8 further: tokens or columns. Of
-// each it has the packed rows 8 i + 2 (lane % 4) and the next one for every i: its own.
+// A line of a product [64, N] is a token of S^T or a value column of O^T. A thread of warp w of the warpgroup has lines
+// 16 w + lane / 4 (line 0 of the thread) and 16 w + lane / 4 + 8 (line 1). In each line it has packed rows 8 i +
+// 2 (lane % 4) and 8 i + 2 (lane % 4) + 1, for every i: the own rows of the thread.
 #pragma once
 
 #include "descriptors.cuh"
@@ -12,9 +13,9 @@
 namespace attn_ops {
 namespace {
 
-constexpr int kSwappedWarps = 4;  // of the warpgroup
+constexpr int kSwappedWarps = 4;  // warps of the warpgroup
 
-// The place of own row `j` in line `r` of a product, and its number.
+// The index, in this thread's part of a product, of own row `j` in line `r`; and the packed row that own row `j` is.
 constexpr DEVICE int place(int j, int r) { return j / 2 * 4 + 2 * r + j % 2; }
 DEVICE int packed_row(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
 
@@ -25,8 +26,9 @@ struct Sum {
   DEVICE float operator()(float a, float b) const { return a + b; }
 };
 
-// Reduces `x` of own rows over the eight lanes of the warp that have the same ones, and stores the result of each warp
-// in `to` [packed rows, warps]. In each step a lane keeps half of its rows, as long as it has several.
+// Reduces `x`, a number for each own row, over the eight lanes of a warp that have the same own rows. Stores the result
+// in `to` [packed rows, warps], which begins at this warp's column. In each step a lane sends half of its rows to
+// another lane and keeps the other half, until one row is left.
 template <int N, int MASK, class Combine>
 DEVICE void reduce_to(float* to, const float (&x)[N], int first, Combine combine) {
   if constexpr (N > 1) {
@@ -46,16 +48,15 @@ DEVICE void reduce_to(float* to, const float (&x)[N], int first, Combine combine
   }
 }
 
-// Of own row `j`, what the warps have stored.
+// The results of the four warps for own row `j`, from `reduced` [packed rows, warps].
 DEVICE float4 of_warps(const float* reduced, int j) {
   return *reinterpret_cast<const float4*>(reduced + packed_row(j) * kSwappedWarps);
 }
 DEVICE float max_of(const float4& x) { return fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)); }
 DEVICE float sum_of(const float4& x) { return (x.x + x.y) + (x.z + x.w); }
 
-// P of 64 tokens as the K-major operand [N, 64], at most 16 packed rows at a time. Lanes 8 m to 8 m + 7 have the
-// addresses of the rows of matrix m, which is of packed rows 8 (m / 2) on, and of the first or second 8 tokens of this
-// warp.
+// Stores P of 64 tokens as the K-major operand [N, 64], at most 16 packed rows at a time. Matrix m of a store has 8
+// packed rows, from 8 (m / 2) on, and the first (m even) or second (m odd) 8 of this warp's 16 tokens.
 template <int N>
 DEVICE void store_probabilities(uint32 to, const float (&p)[N / 2], int warp) {
   constexpr int kRows = N < 16 ? N : 16;
@@ -69,7 +70,7 @@ DEVICE void store_probabilities(uint32 to, const float (&p)[N / 2], int warp) {
   }
 }
 
-// Four numbers of a result, from number `at` on, which is a multiple of 4.
+// Stores four numbers of a result at index `at`, a multiple of 4, in type TYPE.
 template <OutType TYPE>
 DEVICE void store_four(void* out, int64 at, const float4& x) {
   using Pair = decltype(pair_of<TYPE>(0, 0));

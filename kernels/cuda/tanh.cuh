@@ -1,19 +1,21 @@
-// Hyperbolic tangents, of the soft cap.
+// Hyperbolic tangents for the soft cap.
 #pragma once
 
 #include "basics.cuh"
 
 namespace attn_ops {
 
-// tanh(x), by an exponential that may overflow. The hardware's tanh is off by 2^-11, too much for logits.
+// tanh(x) = 1 - 2 / (1 + e^(2 x)). The result is also right where the exponential overflows. The hardware's tanh is off
+// by 2^-11, too much for logits.
 DEVICE float tanh_exact(float x) {
   return __fmaf_rn(-2.0f, reciprocal_approx(1 + exp2_approx(x * (2 * kLog2e))), 1.0f);
 }
 
 constexpr float kSmallTanh = 0.5f;
 
-// tanh(scale * x) for |scale * x| <= kSmallTanh and |scale| from kLeastTanhScale to its inverse, whose powers are
-// finite: the polynomial in x^2 of least relative error, 6e-7, with the scale in its coefficients.
+// tanh(scale * x) for |scale * x| <= kSmallTanh and |scale| from kLeastTanhScale to 1 / kLeastTanhScale: x times the
+// polynomial in x^2 of least relative error, 6e-7. Powers of the scale, which are finite in this range, are factors of
+// the coefficients.
 struct SmallTanh {
   float c0, c1, c2, c3;
 

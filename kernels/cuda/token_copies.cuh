@@ -1,4 +1,4 @@
-// KV tiles that are copied token by token, by cp.async: pages of any size, where TMA would need a box for each token.
+// Copies of KV tiles token by token, by cp.async, for pages of any size: TMA would need a box for each token.
 #pragma once
 
 #include "division.cuh"
@@ -18,7 +18,7 @@ struct TokenSource {
 // The tokens of a request. `Problem` has kv_indices, max_pages, num_pages and page_size.
 struct PagedTokens {
   FastDivide by_page;
-  int page_start, end;  // of the request in kv_indices; tokens from `end` on are not read
+  int page_start, end;  // index of the request's first page in kv_indices; tokens from `end` on are not read
 
   template <class Problem>
   DEVICE uint32 page_of(const Problem& p, int token) const {
@@ -28,11 +28,11 @@ struct PagedTokens {
   }
 };
 
-// TOKENS tokens of a KV tile, from `first` on; those of the next tile are STEP tokens further. Lane l has the page
-// numbers of the tokens l, l + 32 and so on.
+// One warp: TOKENS tokens of a KV tile, from `first` on. The tokens of the next tile begin STEP tokens later. Lane l
+// has the page numbers of tokens first + l, first + l + 32 and so on.
 //
-// ADDRESSES addresses have registers of their own. A copy reads its registers late, so that an address in the same ones
-// would wait for it.
+// ADDRESSES addresses have registers of their own. A cp.async reads its address register late: another address in the
+// same register would have to wait for the copy.
 template <int TOKENS, int STEP, int ADDRESSES>
 struct TileTokens {
   static constexpr int kOwn = TOKENS / 32;
@@ -46,7 +46,7 @@ struct TileTokens {
     load_pages(p);
   }
 
-  // The next tile: its page numbers are on their way while copies of this one are.
+  // Goes on to the next tile. Its page numbers are loaded while the copies of the current tile run.
   template <class Problem>
   DEVICE void advance(const Problem& p) {
     first += STEP;
@@ -59,10 +59,10 @@ struct TileTokens {
     for (int i = 0; i < kOwn; ++i) pages[i] = request.page_of(p, first + 32 * i + threadIdx.x % 32);
   }
 
-  // One warp: of all tokens BLOCKS * ROW_BYTES bytes, as rows of a swizzled tile, zeros from the end on and for the
-  // tokens 32 i to 32 i + 31 whose bits in `seen(i)` are 0. A group of 8 tokens is at `group(number)`, and its next
-  // block of columns BLOCK_BYTES further. As many lanes as a row has chunks of 16 bytes have as many consecutive
-  // tokens. The warp reconverges first: diverged, it would issue each copy twice.
+  // Copies BLOCKS * ROW_BYTES bytes of each token to a row of a swizzled tile. Writes zeros for tokens from the end on,
+  // and for those of tokens 32 i to 32 i + 31 whose bits in `seen(i)` are 0. `group(g)` is the address of group g of 8
+  // tokens; blocks of columns are BLOCK_BYTES apart. A row has kChunks chunks of 16 bytes, and kChunks lanes copy
+  // kChunks consecutive tokens. The warp reconverges first: diverged, it would issue each copy twice.
   template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group, class Seen>
   DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group, Seen seen) const {
     constexpr int kChunks = ROW_BYTES / 16, kAtOnce = ADDRESSES < kChunks ? ADDRESSES : kChunks;
@@ -95,7 +95,7 @@ struct TileTokens {
     }
   }
 
-  // The same of all tokens before the end.
+  // As above, with all tokens before the end.
   template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group>
   DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group) const {
     copy_rows<BLOCKS, ROW_BYTES, BLOCK_BYTES>(p, from, group, [](int) { return ~0u; });

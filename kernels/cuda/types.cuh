@@ -1,4 +1,4 @@
-// Types and constants of every kernel here. nvrtc has no headers of the CUDA toolkit.
+// Types and constants of all CUDA kernels. nvrtc compiles them without the headers of the CUDA toolkit.
 #pragma once
 
 #define DEVICE __device__ __forceinline__
@@ -10,7 +10,7 @@ using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
-// 128 bytes that the launcher encodes, a `const __grid_constant__` parameter of a kernel.
+// A CUtensorMap, which the launcher encodes: a `const __grid_constant__` parameter of a kernel.
 struct alignas(64) TensorMap {
   uint64 opaque[16];
 };

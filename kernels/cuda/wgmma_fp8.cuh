@@ -1,16 +1,16 @@
-// WGMMA of e4m3 operands: as in hopper.cuh, but a product has 32 columns of A, and both operands in shared memory are
-// K-major. Plain PTX.
+// WGMMA of e4m3 operands. Unlike the 16-bit products of hopper.cuh, K is 32, and operands in shared memory must be
+// K-major.
 //
-// A [64, 32] in registers: with r = 16 * (warp % 4) + lane / 4 and c = 4 * (lane % 4), a thread has of rows r and r + 8
-// the columns c to c + 3 and these plus 16, the first in the lowest byte: a[0] is (r, c), a[1] (r + 8, c), a[2] (r, c +
-// 16), a[3] both.
+// Operand A [64, 32] in registers: with r = 16 * (warp % 4) + lane / 4 and c = 4 * (lane % 4), each register of a
+// thread has four columns of a row, the first in the lowest byte. a[0] is row r from column c on, a[1] row r + 8 from c
+// on, a[2] row r from c + 16 on, a[3] row r + 8 from c + 16 on.
 #pragma once
 
 #include "hopper.cuh"
 
 namespace attn_ops {
 
-// As DEFINE_WGMMA.
+// Parameters as of DEFINE_WGMMA (hopper.cuh).
 #define DEFINE_WGMMA_E4M3(COLUMNS, COUNT, A, B, C, D, E, F)                                                           \
   /* d = a b^T, plus d if `accumulate`: a and b in shared memory, K-major */                                          \
   DEVICE void wgmma_e4m3_ss(float (&d)[COUNT], uint64 a, uint64 b, bool accumulate) {                                 \
@@ -19,7 +19,7 @@ namespace attn_ops {
                  : REGISTERS_##COUNT(d)                                                                               \
                  : "l"(a), "l"(b), "r"(int(accumulate)));                                                             \
   }                                                                                                                   \
-  /* the same with a in registers */                                                                                  \
+  /* d = a b^T, plus d if `accumulate`: a in registers, b in shared memory, K-major */                                \
   DEVICE void wgmma_e4m3_rs(float (&d)[COUNT], const uint32 (&a)[4], uint64 b, bool accumulate) {                     \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
                  "k32.f32.e4m3.e4m3 {" OPERANDS_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #E               \

@@ -375,10 +375,10 @@ def test_the_files_are_bounded_and_the_unused_go_first(tmp_path: Path, monkeypat
     assert (_folder() / "notes.txt").exists()  # not one of ours
 
 
-def test_the_folder_has_room_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a run that uses all of them would remove each before its next use."""
+def test_the_folder_has_room_for_every_kernel_of_two_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise versions that take turns would remove each kernel before its next use."""
     monkeypatch.undo()
-    assert len({key_of(one) for one in build.specializations()}) < disk_cache.MAX_FILES
+    assert 2 * len({key_of(one) for one in build.specializations()}) < disk_cache.MAX_FILES
 
 
 WRITER = """

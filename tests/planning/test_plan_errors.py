@@ -142,8 +142,8 @@ def test_ragged(kv_indptr: list[int], error: type[AttnOpsError], what: str, expe
 
 def test_ragged_tokens_fit_in_int32() -> None:
     planner = PrefillPlanner(3, 8, 0, max_kv_len=1 << 30, **SIZES)
-    kv_indptr = torch.tensor([0, 1 << 30, 1 << 30, 1 << 31])
-    _refused(planner, [GOOD["qo_indptr"], kv_indptr], PageTableError, f"kv_indptr ends at {1 << 31}", "at most 2147483647")
+    inputs = [GOOD["qo_indptr"], torch.tensor([0, 1 << 30, 1 << 30, 1 << 31])]
+    _refused(planner, inputs, PageTableError, f"kv_indptr ends at {1 << 31}", "at most 2147483647")
 
 
 def _is_of_sizes(error: type[AttnOpsError], what: str) -> bool:
