@@ -172,6 +172,8 @@ def test_plans_of_extremes_stay_in_bounds(field: str, value: int, eager: bool) -
     assert not message or "race between clusters" in message  # two CTAs of such a plan may write one row
 
 
+QUERY_STORE = "query.store(shared_address(own.query), own.scales, queries.type, thread);"
+
 FAULTS = {
     "no arrival": Planted(
         Fault("arrive_by_warp(shared_address(&shared.empty[stage]));", ""), "deadlock(.|\n)*wait at decode_producer.cuh"
@@ -204,12 +206,14 @@ FAULTS = {
         Fault("if (item.end == 0 && hands_over) hand_over();", ""), "deadlock"
     ),
     "the query is read before it is stored": Planted(
-        Fault("sync();                // the query is stored\n", ""), "race|uninitialised"
+        Fault("sync();  // the query is stored\n", ""), "race|uninitialised"
     ),
-    "no proxy fence of the query": Planted(Fault("fence_async_shared();  // the query\n", ""), "no proxy fence"),
+    "no proxy fence of the query": Planted(
+        Fault(f"{QUERY_STORE}\n      fence_async_shared();", QUERY_STORE), "no proxy fence"
+    ),
     "P is read before it is stored": Planted(Fault("sync();  // P is stored\n", ""), "race|uninitialised"),
     "no proxy fence of P": Planted(
-        Fault("fence_async_shared();  // P, and values that are cleared\n", ""), "no proxy fence"
+        Fault("fence_async_shared();  // for P, and for the zeros of zero_values\n", ""), "no proxy fence"
     ),
     "one buffer of P": Planted(Fault("buffer ^= 1;", ""), "race"),
     "maxima are read before they are stored": Planted(
@@ -226,7 +230,7 @@ FAULTS = {
         Fault("sync();  // columns are stored\n", ""), "race|uninitialised"
     ),
     "splits are counted before they are stored": Planted(
-        Fault("sync();  // all have stored their part of the split\n", ""), "race"
+        Fault("sync();  // all threads have stored their part of the split\n", ""), "race"
     ),
     "no splits are combined": Planted(Fault("if (!combines) return;", "return;"), "differs"),
     "rows without tokens are not stored": Planted(Fault("if (combines) store_empty_rows(p, results);", ""), "differs"),

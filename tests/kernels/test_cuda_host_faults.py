@@ -115,7 +115,7 @@ PREFILL_FAULTS = {
         case="odd",
     ),
     "no barrier between stores and loads": Planted(
-        Fault("sync();  // the state is stored\n", ""),
+        Fault("sync();  // the first part of the state is stored\n", ""),
         "race|uninitialised",
         case="odd",
     ),

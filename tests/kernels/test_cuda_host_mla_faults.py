@@ -22,7 +22,7 @@ BULK_STORE = """if (lane % 4 == 0 && exists[r])
       store_bulk(to.values + (row[r] * kLatent + first_column) / 2, staged + (lane / 4 + 8 * r) * kStagedRowBytes,
                  kStored * 2)"""
 STORE = "store(SELF * kHalf + p.split * kStored, merge.memory, stored, rows.row_max, sums, p, arguments, unit)"
-FENCE = "if (SPLITS > 1) fence_async_shared();  // before a query is loaded"
+FENCE = "if (SPLITS > 1) fence_async_shared();  // before TMA loads the next query there"
 
 MLA_FAULTS = {
     "the other CTA's consumers are not waited for": Planted(
@@ -87,13 +87,13 @@ MERGE_FAULTS = {
         Fault("if (!reused) arrive_by_warp(q_empty);", "arrive_by_warp(q_empty);"), "race|more arrivals|no proxy fence"
     ),
     "results are staged over columns that other lanes read": Planted(
-        Fault("__syncwarp();  // what has arrived is read\n", ""), "race"
+        Fault("__syncwarp();  // all lanes have read the state of the other CTA\n", ""), "race"
     ),
 }
 
 SWAPPED_MERGE_FAULTS = {
     "results are staged over columns that other warps read": Planted(
-        Fault("if (SPLITS > 1) sync();  // what has arrived is read\n", ""), "race"
+        Fault("if (SPLITS > 1) sync();  // all warps have read the state of the other CTA\n", ""), "race"
     ),
     "columns are sent over results that bulk stores still read": Planted(Fault("wait_for_bulk_reads();", ""), "race"),
 }
@@ -105,9 +105,13 @@ SWAPPED_FAULTS = {
     "P is multiplied before all warps have stored it": Planted(
         Fault("sync();  // P is stored\n", ""), "race|uninitialised|no proxy fence"
     ),
-    "no proxy fence after P": Planted(Fault("fence_async_shared();  // P\n", ""), "no proxy fence"),
+    "no proxy fence after P": Planted(
+        Fault("fence_async_shared();  // for P, and for the zeros of zero_values\n", ""), "no proxy fence"
+    ),
     "a half is released before it is multiplied": Planted(Fault("wgmma_wait<1>();", ""), "race"),
-    "no proxy fence before a bulk store": Planted(Fault("fence_async_shared();  // columns\n", ""), "no proxy fence"),
+    "no proxy fence before a bulk store": Planted(
+        Fault("fence_async_shared();  // for bulk stores\n", ""), "no proxy fence"
+    ),
     "columns are staged over those that a bulk store reads": Planted(Fault("wait_for_bulk_reads();", ""), "race"),
     "columns are staged before all are read": Planted(Fault("sync();  // columns are read\n", ""), "race"),
 }

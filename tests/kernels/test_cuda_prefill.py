@@ -58,6 +58,8 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
         return (5, 0)  # the fifth is a sum
     if key[:2] == (256, 256) and key.rows == "few":
         return (1, 0)
+    if key.fp8 and (key.pos_encoding == "ROPE_LLAMA" or key.head_dim_qk == 512):
+        return (2, 0)
     return (4, 0) if has_160_registers else (0, 0)
 
 
@@ -255,8 +257,8 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     loads, stores = _spills(key)
     assert len(re.findall(r"\bLDL\b", softmax)) <= loads
     assert softmax.count("STL") <= stores
-    for name in ("E4M3", "E5M2"):  # two numbers at once: loops over two or four chunks of 16
-        assert code.count(f".{name}.UNPACK") in ((16, 32, 48) if tile.fp8_tokens else (0,))
+    for name in ("E4M3", "E5M2"):  # two numbers at once: one or two loops over two or four chunks of 16
+        assert code.count(f".{name}.UNPACK") in ((16, 32, 48, 64) if tile.fp8_tokens else (0,))
 
 
 SMS = 132

@@ -75,7 +75,7 @@ def test_from_the_cudnn_function_to_the_op() -> None:
     attend()  # imports what is imported at the first call
     stops, callers = _stops(q, attend)
     function = "cudnn_batch_prefill_with_kv_cache"
-    assert callers == ["call", function, "execute", "call_op"]  # the first checks types
+    assert callers == [function, function, "execute", "call_op"]  # the first checks types
     assert len(stops) <= MAX_STOPS, stops
     path = ["cudnn_batch_prefill_with_kv_cache", "block_table_call", "execute", "_resolve"]
-    assert [stop.function for stop in stops if stop.function in path] == path
+    assert [stop.function for stop in stops if stop.function in path and stop.module != "typed.py"] == path
