@@ -15,18 +15,21 @@ def _guards() -> Any:
 
 
 def _is_plain(condition: Any) -> bool:
-    """Whether ``condition`` is on plain integers. In code that Dynamo traces, conditions on symbols are bools too."""
-    return isinstance(condition, bool) and not torch.compiler.is_compiling()
+    """Whether ``condition`` is on plain integers, Python's or NumPy's.
+
+    In code that Dynamo traces, conditions on symbols are bools too.
+    """
+    return not isinstance(condition, torch.SymBool) and not torch.compiler.is_compiling()
 
 
 def guard_or_false(condition: Any) -> bool:
     """Whether ``condition`` holds, with a guard on symbols; False if contents of tensors decide it."""
-    return condition if _is_plain(condition) else _guards().guard_or_false(condition)
+    return bool(condition) if _is_plain(condition) else _guards().guard_or_false(condition)
 
 
 def guard_or_true(condition: Any) -> bool:
     """Whether ``condition`` holds, with a guard on symbols; True if contents of tensors decide it."""
-    return condition if _is_plain(condition) else _guards().guard_or_true(condition)
+    return bool(condition) if _is_plain(condition) else _guards().guard_or_true(condition)
 
 
 def holds(condition: Any) -> bool:

@@ -27,6 +27,7 @@ from attn_ops.ops.options import DEFAULTS, FLOATS, FP8, LAYOUTS, MAX_SCALAR, Att
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import INT32_MAX
 from attn_ops.policy import FLASHINFER, Policy
+from attn_ops.symbolic_sizes import holds
 from attn_ops.typed import integers
 
 DType = str | torch.dtype
@@ -145,9 +146,9 @@ def positive(where: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if type(size) is not int:
             integers(where, **{name: size})
-        if size < 1:
+        if not holds(size >= 1):
             fail(OptionError, where, f"{name} is {int(size)}", "at least 1", "change it")
-        if type(size) is int and size > INT32_MAX:
+        if type(size) is int and not holds(size <= INT32_MAX):
             fail(OptionError, where, f"{name} is {size}", f"at most {INT32_MAX}, an int32", "change it")
 
 

@@ -27,8 +27,8 @@ CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
 CUDA_DECODE_PAIR_BYTES = 128
-"""A CTA of the CUDA decode kernel has two KV heads if a token of one head has at most so many bytes, and the number of
-heads is even."""
+"""A CTA of the CUDA decode kernel has two KV heads if a token of one head has at most this many bytes, and the number
+of heads is even."""
 
 CUDA_DECODE_PACKED_ROWS = (8, 16)
 """Largest group sizes of the specializations of the CUDA decode kernel."""
@@ -122,7 +122,7 @@ class PrefillKey(NamedTuple):
     """A specialization of ``prefill.cu``.
 
     loads         how the kernel loads keys and values: a result of :func:`kv_loads`
-    dtype         the query's dtype; float16 for few rows and FP8 keys and values: their matrix products are in float16
+    dtype         the query's dtype; float16 of few rows over FP8 pages (CUDA_PREFILL_FEW_ROWS_HEAD_DIMS)
     fp8           whether keys and values are FP8
     rows          packed rows of a query tile: ``"few"``, at most the rows of one consumer; ``"many"``, which fill three
                   consumers; ``"any"`` for all other numbers of rows

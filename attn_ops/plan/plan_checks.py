@@ -39,7 +39,7 @@ MAX_CTAS_PER_HEAD = (1 << 16) - 1
 MAX_WORK_ITEMS = INT32_MAX // len(WORK_FIELDS)
 
 NUM_SIZES = PlanProblem._fields.index("tile_rows") + 1
-"""The first fields of a problem, so many, are at least 1 in every plan."""
+"""Number of leading fields of a problem that are at least 1 in every plan."""
 
 AS_MADE = "pass the plan as the planner made it"
 

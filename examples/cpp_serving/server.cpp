@@ -2,9 +2,10 @@
 #include <ATen/ops/tensor.h>
 #include <attn_ops/attn_ops.h>
 
+#include <charconv>
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <fstream>
 #include <iostream>
@@ -131,10 +132,12 @@ int main(int argc, char** argv) try {
   if (!file) throw attn::ArgumentError(std::string("server: cannot read ") + argv[3]);
   std::set<int64_t> stop_tokens;
   for (int i = 4; i < argc; ++i) {
-    char* rest = argv[i];
-    stop_tokens.insert(std::strtoll(argv[i], &rest, 10));
-    if (rest == argv[i] || *rest)
+    const char* const end = argv[i] + std::strlen(argv[i]);
+    int64_t token = 0;
+    const auto [rest, error] = std::from_chars(argv[i], end, token);
+    if (error != std::errc() || rest != end)
       attn::fail<attn::ArgumentError>("server", std::string("a stop token is '") + argv[i] + "'", "a number", "correct it");
+    stop_tokens.insert(token);
   }
   Server server(argv[1], argv[2], stop_tokens);
   Request warm_up{.max_new_tokens = 2, .tokens = {0, 0}};

@@ -163,10 +163,12 @@ int threads(int argc, char** argv) {
   for (Work& work : all)
     running.emplace_back([&] {
       for (++ready; ready < all.size();) std::this_thread::yield();
-      for (int i = 0; i < 100; ++i) try {  // reads the metadata, and refuses the device
+      for (int i = 0; i < 100; ++i) {  // reads the metadata, and refuses the device
+        try {
           attn::Planner(argv[1], at::Device(at::kCUDA, 0));
         } catch (const attn::DeviceError&) {
         }
+      }
       work.planner = std::make_unique<attn::Planner>(argv[1]);
       work.run(step, std::stoi(argv[5]));
     });

@@ -21,7 +21,7 @@ from torch.export import Dim
 
 import attn_ops
 from attn_ops import errors
-from attn_ops.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from attn_ops.flash_attn import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 4, 2, 16, 4, 0.25
 SIZES = {"page_size": PAGE, "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -119,6 +119,22 @@ def _append() -> tuple[Attend, Expected]:
     return attend, Expected.of([(q[None], q[None, :2], q[None, :2]) for q in CHOSEN.q])
 
 
+def _flash_cache() -> tuple[Attend, Expected]:
+    caches, tables = CHOSEN.cache(), {"cache_seqlens": CHOSEN.seq_lens, "block_table": CHOSEN.block_tables()}
+    return lambda q: flash_attn_with_kvcache(q[:, None], *caches, **tables)[:, 0], CHOSEN.expected()
+
+
+def _flash_metadata() -> tuple[Attend, Expected]:
+    caches, seq_lens, table = CHOSEN.cache(), CHOSEN.seq_lens, CHOSEN.block_tables()
+
+    def attend(q: Tensor) -> Tensor:
+        metadata = get_scheduler_metadata(q.shape[0], 1, 130, 4, 2, 64, seq_lens, page_size=16, qkv_dtype=CHOSEN.dtype)
+        tables = {"cache_seqlens": seq_lens, "block_table": table, "scheduler_metadata": metadata}
+        return flash_attn_with_kvcache(q[:, None], *caches, **tables)[:, 0]
+
+    return attend, CHOSEN.expected()
+
+
 def _chosen_rows(attend: Attend, backend: str) -> Callable[[int], Tensor]:
     """``attend`` of the first rows, whose number the graph computes from a mask."""
     rows = torch.cat((CHOSEN.q, torch.full_like(CHOSEN.q[:3], torch.nan)))
@@ -126,7 +142,7 @@ def _chosen_rows(attend: Attend, backend: str) -> Callable[[int], Tensor]:
     return lambda n: step(rows, torch.arange(len(rows), device=DEVICE) < n)
 
 
-@pytest.mark.parametrize("make", [_decode, _run, _cudnn, _flash_func, _append])
+@pytest.mark.parametrize("make", [_decode, _run, _cudnn, _flash_func, _flash_cache, _flash_metadata, _append])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_rows_that_the_graph_chooses(make: Callable[[], tuple[Attend, Expected]]) -> None:
     attend, expected = make()
@@ -139,7 +155,7 @@ def test_more_rows_than_planned_are_refused_when_the_graph_runs(make: Callable[[
     attend, expected = make()
     step = _chosen_rows(attend, "eager")
     expected.check(step(5))
-    with pytest.raises(Exception, match="u0"):  # PyTorch's assertion has no text of ours
+    with pytest.raises(RuntimeError, match=r"Runtime assertion failed for expression .*u0"):  # without our text
         step(8)
 
 

@@ -10,6 +10,7 @@ from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of, unsupport
 from attn_ops.frontend.arguments import ranked, required
 from attn_ops.frontend.flash.calls import DENSE, VARLEN
 from attn_ops.ops.options import AttentionOptions
+from attn_ops.symbolic_sizes import holds
 
 
 def one_of(where: str, **given: Any) -> tuple[str, Any]:
@@ -46,10 +47,10 @@ def check_requests(
     """
     name, rows_of = (table_name, table) if cache_batch_idx is None else ("cache_batch_idx", cache_batch_idx)
     if rows_of is not None:
-        if rows_of.shape[0] != requests:
+        if not holds(rows_of.shape[0] == requests):
             expected = f"{requests}, as q has requests"
             fail(ShapeError, where, f"{name} has {rows_of.shape[0]} rows", expected, "correct it")
-    elif not planned and requests > k_cache.shape[0]:
+    elif not planned and not holds(requests <= k_cache.shape[0]):
         fail(
             ShapeError,
             where,

@@ -62,7 +62,7 @@ class BatchForm(NamedTuple):
     lacks_table  for a paged cache, without its block table
     unplanned    without the totals of varlen tensors, or for an append beyond the capacity of the cache
 
-    The fields are sizes of a tensor. Of sizes 0 and 1 a graph is specialized.
+    The fields are sizes of a tensor. Graphs are specialized on sizes 0 and 1.
     """
 
     requests: int
