@@ -103,9 +103,10 @@ static_assert(kLoadedTile % kRaggedBox == 0);
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
 constexpr int kConverterWarps = kManyConverters ? 8 : kConverts ? 4 : 0;
 constexpr int kFirstConsumerWarp = kProducerWarps + kConverterWarps;
-// Half of the converter warps convert keys, and half values. With RoPE, and if a unit has fewer columns of values than
-// of keys, all of them convert both.
+// Half of the converter warps convert keys, and half values. With RoPE, and if two units divide the columns of values,
+// all of them convert both.
 constexpr bool kConvertsInTurn = ROPE || UNIT_PARTS > 1;
+static_assert(!KV_FP8 || UNIT_PARTS == 1 || kKeyStages < kKeyParts);  // for the order of convert_in_turn
 constexpr int kWarpsOfTensor = kConvertsInTurn ? kConverterWarps : kConverterWarps / 2;  // converter warps of a tensor
 constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps);
 // Registers of a thread, for setmaxnreg. Their sum over all warpgroups must not exceed the registers of the launch, or
