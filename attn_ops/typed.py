@@ -58,7 +58,7 @@ _ADMITTED: dict[Any, tuple[type, ...]] = {
     list: (list, tuple),
     torch.device: (torch.device, int),
 }
-"""Types that an annotation admits beside its own, such as NumPy's and symbolic numbers."""
+"""Types that an annotation admits in addition to its own, such as NumPy's and symbolic numbers."""
 
 _NAMES = {
     Tensor: "a tensor",

@@ -1,4 +1,4 @@
-"""Eager attention on the CPU: every op beside PyTorch's scaled_dot_product_attention on tensors of the same sizes."""
+"""Eager attention on the CPU: ops compared with PyTorch's scaled_dot_product_attention on tensors of the same sizes."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _others() -> Calls:
 
 
 def _cases() -> Iterator[tuple[str, Calls]]:
-    """Each op and public function beside its peer, then the calls without one."""
+    """Each op and public function with its peer, then the calls without a peer."""
     for op, shapes in SHAPES.items():
         for shape in shapes:
             call = _single(shape) if op == "single_prefill" else _paged(op, shape)

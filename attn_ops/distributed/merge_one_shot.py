@@ -29,7 +29,7 @@ from attn_ops.typed import integers, typed
 __all__ = ["ContextExchange"]
 
 CTAS = 64
-"""CTAs of a launch. All CTAs must be resident, since they wait for other ranks. This few fit beside other kernels."""
+"""CTAs of a launch. All must be resident at once, since they wait for other ranks: 64 leave SMs to other kernels."""
 
 MAX_WORLD = 16
 """Largest number of ranks, each with a GPU of one host. The kernel unrolls its loop over ranks."""

@@ -136,7 +136,8 @@ int main(int argc, char** argv) try {
     int64_t token = 0;
     const auto [rest, error] = std::from_chars(argv[i], end, token);
     if (error != std::errc() || rest != end)
-      attn::fail<attn::ArgumentError>("server", std::string("a stop token is '") + argv[i] + "'", "a number", "correct it");
+      attn::fail<attn::ArgumentError>(
+          "server", std::string("a stop token is '") + argv[i] + "'", "a 64-bit integer", "correct it");
     stop_tokens.insert(token);
   }
   Server server(argv[1], argv[2], stop_tokens);

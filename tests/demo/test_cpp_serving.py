@@ -69,7 +69,10 @@ def test_tokens_equal_those_of_python(device: str, tmp_path: Path, monkeypatch: 
     for words, message in (
         ((), "usage: server PREFILL.pt2 DECODE.pt2 REQUESTS"),
         ((*packages, tmp_path / "absent.txt"), f"server: cannot read {tmp_path / 'absent.txt'}"),
-        ((*packages, file, "3x"), "server: a stop token is '3x'; expected a number; correct it"),
+        *(
+            ((*packages, file, word), f"server: a stop token is '{word}'; expected a 64-bit integer; correct it")
+            for word in ("3x", "9" * 20)
+        ),
         ((file, packages.decode, file), f"package: cannot load {file}: "),
         (
             (packages.decode, packages.decode, file),
