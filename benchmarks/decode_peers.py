@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
 from benchmarks.decode_problem import DecodeProblem
-from benchmarks.peers import batch_attention, flash_attn, flashinfer, flashinfer_workspace, xqa_call
+from benchmarks.peers import batch_attention, flash_attn, flashinfer_with, flashinfer_workspace, xqa_call
 from benchmarks.timing import Call
 
 
@@ -48,7 +48,8 @@ def flashinfer_wrapper(use_tensor_cores: bool) -> Prepare:
     """``BatchDecodeWithPagedKVCacheWrapper``, on CUDA cores or tensor cores."""
 
     def prepare(problem: DecodeProblem) -> Call:
-        fi, row = flashinfer(), problem.row
+        row = problem.row
+        fi = flashinfer_with(row.head_dim, row.head_dim)
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace, row.layout, use_tensor_cores=use_tensor_cores)
         wrapper.plan(
@@ -72,6 +73,7 @@ def flashinfer_persistent(problem: DecodeProblem) -> Call:
     """``BatchAttention``: prefill and decode in one persistent kernel."""
     _refuse_rope(problem)
     q, row = problem.q, problem.row
+    flashinfer_with(row.head_dim, row.head_dim)
     qo_indptr = torch.arange(row.batch + 1, dtype=torch.int32, device=problem.device)
     sizes = (row.num_qo_heads, row.num_kv_heads, row.head_dim, row.head_dim, row.page_size)
     plan, run = batch_attention(
@@ -84,6 +86,7 @@ def flashinfer_persistent(problem: DecodeProblem) -> Call:
 def flashinfer_xqa(problem: DecodeProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache``, with block tables."""
     _refuse_rope(problem)
+    flashinfer_with(problem.row.head_dim, problem.row.head_dim)
     call, out = xqa_call(problem.q, problem.table, problem.row.layout), torch.empty_like(problem.q)
     return lambda copy: call(problem.caches(copy), out=out)
 

@@ -102,6 +102,8 @@ ROWS: tuple[DecodeRow, ...] = (
     _heads_of(256, _even(32, 4096, (16, 2), None)),
     _heads_of(512, _even(32, 4096, (32, 4), None)),
     _fp8(_heads_of(512, _even(32, 4096, (32, 4), None))),
+    *(_heads_of(dim, _even(32, 4096, (32, 32), None)) for dim in (80, 96, 112)),
+    *(_fp8(_heads_of(dim, _even(32, 4096, (32, 32), None))) for dim in (80, 96, 112)),
     _hnd(_even(32, 4096, (32, 8), None)),
     _hnd(_heads_of(64, _even(128, 2048, (32, 8), None))),
     _hnd(_fp8(_even(32, 4096, (32, 8), None))),

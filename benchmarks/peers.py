@@ -15,6 +15,9 @@ from benchmarks.page_table import PageTable
 
 FLASHINFER_WORKSPACE_BYTES = 256 << 20
 
+FLASHINFER_HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)})
+"""Head dims of keys and of values that FlashInfer's tests have."""
+
 
 def module(name: str) -> Any:
     """The module of a peer.
@@ -35,6 +38,17 @@ def flashinfer(submodule: str = "") -> Any:
     """
     package = module("flashinfer")
     return importlib.import_module(f"flashinfer.{submodule}") if submodule else package
+
+
+def flashinfer_with(head_dim: int, head_dim_vo: int) -> Any:
+    """FlashInfer, for heads of keys and values of these sizes.
+
+    Raises:
+        NotMeasuredError: it is not installed, or not tested with these heads.
+    """
+    if (head_dim, head_dim_vo) not in FLASHINFER_HEAD_DIMS:
+        raise NotMeasuredError("its tests have no heads of this size")
+    return flashinfer()
 
 
 def flash_attn() -> Any:

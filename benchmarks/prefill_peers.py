@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.comparison import NotMeasuredError, Prepare
-from benchmarks.peers import batch_attention, flash_attn, flashinfer, flashinfer_workspace, xqa_call
+from benchmarks.peers import batch_attention, flash_attn, flashinfer_with, flashinfer_workspace, xqa_call
 from benchmarks.prefill_problem import PrefillProblem
 from benchmarks.prefill_rows import PrefillRow
 from benchmarks.timing import Call
@@ -162,7 +162,8 @@ def flashinfer_paged(backend: str) -> Prepare:
     """``BatchPrefillWithPagedKVCacheWrapper`` with one of its backends."""
 
     def prepare(problem: PrefillProblem) -> Call:
-        fi, row = flashinfer(), problem.row
+        row = problem.row
+        fi = flashinfer_with(row.head_dim, row.head_dim_vo)
         _refuse_by_backend(backend, row)
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
@@ -187,7 +188,8 @@ def flashinfer_ragged(backend: str) -> Prepare:
     """``BatchPrefillWithRaggedKVCacheWrapper`` with one of its backends."""
 
     def prepare(problem: PrefillProblem) -> Call:
-        fi, row = flashinfer(), problem.row
+        row = problem.row
+        fi = flashinfer_with(row.head_dim, row.head_dim_vo)
         _refuse_by_backend(backend, row)
         workspace = flashinfer_workspace(problem.device)
         wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
@@ -209,7 +211,7 @@ def flashinfer_ragged(backend: str) -> Prepare:
 def flashinfer_persistent(problem: PrefillProblem) -> Call:
     """``BatchAttention``: chunks and single rows in one persistent kernel, paged."""
     row = problem.row
-    flashinfer()  # the first reason of all rows, if it is not installed
+    flashinfer_with(row.head_dim, row.head_dim_vo)  # the first reason of all rows, if it is not installed
     _refuse_options(row)
     if row.fp8_query:
         raise NotMeasuredError("it is measured with 16-bit queries")
@@ -228,6 +230,7 @@ MAX_XQA_ROWS = 32
 def flashinfer_xqa(problem: PrefillProblem) -> Call:
     """``xqa_batch_decode_with_kv_cache`` with a few query rows per request, causal among themselves."""
     row, rows = problem.row, problem.row.qo_lens[0]
+    flashinfer_with(row.head_dim, row.head_dim_vo)
     _refuse_mask_and_positions(row)
     if len(set(row.qo_lens)) > 1 or rows > MAX_XQA_ROWS or not row.causal or row.fp8_query:
         raise NotMeasuredError(f"it takes requests of equally many query rows, at most {MAX_XQA_ROWS}, causal")

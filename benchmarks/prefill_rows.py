@@ -147,6 +147,11 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(1, 8192, 8192, None, dims=(512, 512), heads=(32, 4)),
     _prefill(8, 512, 8192, None, dims=(512, 512), heads=(8, 2)),
     _prefill(32, 4, 4096, None, dims=(512, 512), heads=(32, 4)),
+    *(_prefill(1, 8192, 8192, None, dims=(dim, dim), heads=(32, 32)) for dim in (72, 80, 96, 112)),
+    *(_prefill(1, 8192, 8192, None, dims=(dim, dim), heads=(16, 16)) for dim in (160, 192)),
+    _prefill(8, 2048, 2048, None, dims=(96, 96), heads=(32, 32)),
+    _prefill(8, 512, 8192, None, dims=(96, 96), heads=(32, 32)),
+    _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4), pos_encoding="ALIBI"),
 )
 
 
@@ -167,6 +172,9 @@ PREFILL_FP8_ROWS: tuple[PrefillRow, ...] = (
     _fp8(_prefill(32, 4, 4096, None, heads=(64, 8))),
     _fp8(_prefill(8, 512, 8192, None, dims=(512, 512), heads=(8, 2))),
     _fp8(_prefill(32, 4, 4096, None, dims=(512, 512), heads=(32, 4))),
+    _fp8(_prefill(8, 512, 8192, None, dims=(96, 96), heads=(32, 32))),
+    _fp8(_prefill(1, 8192, 8192, None, pos_encoding="ALIBI")),
+    _fp8(_prefill(32, 4, 4096, None, pos_encoding="ALIBI")),
 )
 
 MLA_ROWS: tuple[MlaRow, ...] = (

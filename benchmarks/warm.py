@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.comparison import NotMeasuredError
 from benchmarks.decode_rows import ROWS
-from benchmarks.peers import flashinfer
+from benchmarks.peers import FLASHINFER_HEAD_DIMS, flashinfer
 from benchmarks.prefill_peers import MAX_XQA_ROWS
 from benchmarks.prefill_rows import PREFILL_FP8_ROWS, PREFILL_ROWS
 
@@ -66,8 +66,10 @@ def _xqa(kv: torch.dtype, page_size: int, dim: int, group: int, rows: int = 1) -
 def modules() -> Iterator[JitModule]:
     """The modules that the benchmarks need, slowest to build first, with repetitions."""
     dtype, index = torch.bfloat16, torch.int32
+    prefill = [row for row in PREFILL_ROWS if (row.head_dim, row.head_dim_vo) in FLASHINFER_HEAD_DIMS]
+    prefill_fp8 = [row for row in PREFILL_FP8_ROWS if (row.head_dim, row.head_dim_vo) in FLASHINFER_HEAD_DIMS]
     for backend in ("fa3", "fa2"):
-        for row in PREFILL_ROWS:
+        for row in prefill:
             options = row.window_left >= 0, row.logits_soft_cap > 0
             if row.pos_encoding == "NONE" or backend == "fa2":
                 dims = row.head_dim, row.head_dim_vo
@@ -75,7 +77,7 @@ def modules() -> Iterator[JitModule]:
     for kv in (dtype, torch.float8_e4m3fn):
         mla = (dtype, kv, dtype, index, 512, 64, PROFILER)
         yield from (("gen_batch_mla_module", (backend, *mla)) for backend in ("fa3", "fa2"))
-    for decode in ROWS:
+    for decode in (row for row in ROWS if (row.head_dim, row.head_dim) in FLASHINFER_HEAD_DIMS):
         kv, dim = torch.float8_e4m3fn if decode.fp8 else dtype, decode.head_dim
         pos_encoding = "ROPE_LLAMA" if decode.rope else "NONE"
         yield _prefill("fa2", kv, dim, dim, pos_encoding=pos_encoding)  # decode with tensor cores
@@ -86,7 +88,7 @@ def modules() -> Iterator[JitModule]:
         yield "gen_batch_attention_module", (*types, SOFT_CAP, PROFILER)
         if decode.page_size in XQA_PAGE_SIZES:
             yield _xqa(kv, decode.page_size, dim, decode.num_qo_heads // decode.num_kv_heads)
-    for row in (*PREFILL_ROWS, *PREFILL_FP8_ROWS):
+    for row in (*prefill, *prefill_fp8):
         kv, dims, rows = torch.float8_e4m3fn if row.fp8 else dtype, (row.head_dim, row.head_dim_vo), row.qo_lens[0]
         if row.fp8_query:
             yield _prefill("fa3", kv, *dims, query=kv)

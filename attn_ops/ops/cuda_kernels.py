@@ -26,6 +26,12 @@ swizzled group of rows."""
 CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
+CUDA_DECODE_PADDED_HEAD_DIMS = (80, 96, 112)
+"""Head dims that the CUDA decode kernel for :data:`CUDA_DECODE_PADDED_TO` takes too: tensor maps pad keys and values
+with zeros, in shared memory alone. Rows are whole vectors also in FP8."""
+
+CUDA_DECODE_PADDED_TO = 128
+
 CUDA_DECODE_PAIR_BYTES = 128
 """A CTA of the CUDA decode kernel has two KV heads if a token of one head has at most this many bytes, and the number
 of heads is even."""
@@ -55,8 +61,15 @@ CUDA_PREFILL_FEW_ROWS_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 CUDA_PREFILL_ROPE_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """Head dims of the kernel that rotates queries and keys."""
 
-CUDA_PREFILL_ALIBI_HEAD_DIMS = frozenset({(64, 64), (128, 128)})
+CUDA_PREFILL_ALIBI_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """Head dims of the kernel that adds the bias of ALiBi."""
+
+CUDA_PREFILL_PADDED_HEAD_DIMS = ((96, 96), (128, 128), (192, 192), (256, 256))
+"""Head dims of the kernels for heads with fewer columns, ascending. Tensor maps pad keys and values with zeros, in
+shared memory alone."""
+
+CUDA_PREFILL_PADDED_FROM = 64
+"""Heads of at most this size have no padded kernel: most columns would be padding."""
 
 CUDA_PAGED_PREFILLS = ("batch_prefill", "block_sparse_prefill")
 """Ops of ``kernels/cuda/prefill.py`` over paged KV."""
@@ -84,6 +97,7 @@ class DecodeKey(NamedTuple):
     dtype        dtype of the products, float16 with an FP8 cache
     fp8          dtype of an FP8 cache, else None
     rope         whether it rotates queries and keys, of 16 bits
+    padded       whether the heads of a call have fewer columns than ``head_dim``
     """
 
     head_dim: int
@@ -92,6 +106,7 @@ class DecodeKey(NamedTuple):
     dtype: torch.dtype
     fp8: torch.dtype | None
     rope: bool = False
+    padded: bool = False
 
     @classmethod
     def of(
@@ -99,7 +114,21 @@ class DecodeKey(NamedTuple):
     ) -> DecodeKey:
         fp8 = kv_dtype if kv_dtype in FP8 else None
         packed_rows = next(rows for rows in CUDA_DECODE_PACKED_ROWS if group <= rows)
-        return cls(head_dim, kv_heads, packed_rows, torch.float16 if fp8 else dtype, fp8, pos_encoding == "ROPE_LLAMA")
+        padded = is_padded_decode(head_dim)
+        return cls(
+            CUDA_DECODE_PADDED_TO if padded else head_dim,
+            kv_heads,
+            packed_rows,
+            torch.float16 if fp8 else dtype,
+            fp8,
+            pos_encoding == "ROPE_LLAMA",
+            padded,
+        )
+
+
+def is_padded_decode(head_dim: int) -> bool:
+    """Whether the CUDA decode kernel pads heads of ``head_dim`` columns."""
+    return any(head_dim == dim for dim in CUDA_DECODE_PADDED_HEAD_DIMS)  # by ==: it may be a symbol, which has no hash
 
 
 def cuda_decode_kv_heads(head_dim: int, num_kv_heads: int, fp8: bool) -> int:
@@ -128,6 +157,7 @@ class PrefillKey(NamedTuple):
                   consumers; ``"any"`` for all other numbers of rows
     custom_mask   whether a packed custom mask says which keys a row sees
     pos_encoding  the positional encoding inside attention, of 16-bit queries
+    padded        whether the heads of a call have fewer columns than ``head_dim_qk`` and ``head_dim_vo``
     """
 
     head_dim_qk: int
@@ -138,10 +168,30 @@ class PrefillKey(NamedTuple):
     rows: str = "any"
     custom_mask: bool = False
     pos_encoding: str = "NONE"
+    padded: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        head_dims: tuple[int, int],
+        loads: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        custom_mask: bool,
+        pos_encoding: str,
+    ) -> PrefillKey:
+        """The key of a call for any rows; of a padded kernel, if no other has the head dims and one may take them."""
+        key = cls(*head_dims, loads, dtype, kv_dtype in FP8, custom_mask=custom_mask, pos_encoding=pos_encoding)
+        if head_dims in CUDA_PREFILL_HEAD_DIMS or custom_mask or pos_encoding != "NONE" or dtype in FP8:
+            return key
+        padded = padded_prefill_head_dims(head_dims, kv_dtype.itemsize)
+        return key if padded is None else key._replace(head_dim_qk=padded[0], head_dim_vo=padded[1], padded=True)
 
     def variants(self) -> list[PrefillKey]:
         """This key, for any rows, and the keys of special kernels for few or many rows."""
         dims = self.head_dim_qk, self.head_dim_vo
+        if self.padded:
+            return [self]
         plain = self.pos_encoding == "NONE"
         converted = self.fp8 and self.dtype not in FP8
         keys = [self]
@@ -152,6 +202,16 @@ class PrefillKey(NamedTuple):
         if plain and not (self.fp8 or self.custom_mask) and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
             keys.append(self._replace(rows="many"))
         return keys
+
+
+def padded_prefill_head_dims(head_dims: tuple[int, int], itemsize: int) -> tuple[int, int] | None:
+    """The head dims of the padded kernel for heads of ``head_dims``, of keys and of values; None without one.
+
+    A row of keys or values, whose elements have ``itemsize`` bytes, is whole vectors.
+    """
+    if max(head_dims) <= CUDA_PREFILL_PADDED_FROM or any(dim * itemsize % CUDA_VECTOR for dim in head_dims):
+        return None
+    return next((dims for dims in CUDA_PREFILL_PADDED_HEAD_DIMS if max(head_dims) <= dims[0]), None)
 
 
 def kv_loads(paged: bool, page_size: int) -> str:

@@ -30,6 +30,7 @@ from attn_ops.ops.cuda_kernels import (
     PrefillKey,
     cuda_decode_kv_heads,
     cuda_mla_keys,
+    is_padded_decode,
     kv_loads,
     mla_by_tokens,
 )
@@ -89,6 +90,12 @@ POSITIONAL_OPTIONS = frozenset({"causal", "window_left", "window_right", "mask",
 
 POSITION_NAMES = {"ROPE_LLAMA": "RoPE", "ALIBI": "ALiBi"}
 """Positional encodings in reasons."""
+
+CUDA_PREFILL_ENCODING_HEAD_DIMS = {
+    "ROPE_LLAMA": CUDA_PREFILL_ROPE_HEAD_DIMS,
+    "ALIBI": CUDA_PREFILL_ALIBI_HEAD_DIMS,
+}
+"""Positional encoding -> head dims of the CUDA prefill kernels with it."""
 
 UNALIGNED = f"rows are not aligned to {ALIGNMENT} bytes"
 UNMAPPABLE = "keys and values have no elements, several at one address, or strides too large for a tensor map"
@@ -255,7 +262,7 @@ def _cuda_decode_sizes(head_dims: tuple[int, int], group: int, page_size: int) -
     return [
         # By ==: the dims of a program may be symbols, which have no hash.
         (
-            dim_qk == dim_vo and any(dim_qk == dim for dim in CUDA_DECODE_HEAD_DIMS),
+            dim_qk == dim_vo and (is_padded_decode(dim_qk) or any(dim_qk == dim for dim in CUDA_DECODE_HEAD_DIMS)),
             f"head dimensions {dim_qk} and {dim_vo} have no tile",
         ),
         (page_size % CUDA_DECODE_PAGE == 0, f"pages of {page_size} tokens are not multiples of {CUDA_DECODE_PAGE}"),
@@ -268,9 +275,10 @@ def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> b
     return not _failed(_cuda_decode_sizes(head_dims, group, page_size))
 
 
-def needs_general_decode(dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str) -> bool:
-    """Whether the general kernel alone decodes with these dtypes and this encoding, whatever the sizes."""
-    encodings = ("NONE", "ROPE_LLAMA") if kv_dtype not in FP8 else ("NONE",)
+def needs_general_decode(dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str, head_dim: int) -> bool:
+    """Whether the general kernel alone decodes with these dtypes, this encoding and heads of ``head_dim``."""
+    rotates = kv_dtype not in FP8 and not is_padded_decode(head_dim)
+    encodings = ("NONE", "ROPE_LLAMA") if rotates else ("NONE",)
     return dtype == torch.float32 or pos_encoding not in encodings
 
 
@@ -284,6 +292,7 @@ def cuda_decode(p: Problem) -> list[str]:
         _is_16_bit(p),
         (p.kv_dtype in (p.dtype, *FP8), f"the cache is {p.kv_dtype}, neither {p.dtype} nor FP8"),
         (not (rope and p.kv_dtype in FP8), "it does not implement RoPE with an FP8 cache"),
+        (not (rope and is_padded_decode(dims[0])), f"it does not implement RoPE with head dimension {dims[0]}"),
         *sizes,
         (p.layout.aligned, UNALIGNED),
         (p.layout.mappable, UNMAPPABLE),
@@ -301,14 +310,17 @@ def _cuda_prefill(
     p: Problem,
     of_dtypes: list[tuple[bool, str]],
     options: frozenset[str],
-    head_dims: frozenset[tuple[int, int]],
+    head_dims: frozenset[tuple[int, int]] | None = None,
 ) -> list[str]:
-    """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values."""
+    """The reasons of the CUDA prefill kernel, with its checks of queries, keys and values.
+
+    ``head_dims`` are by default those of the positional encoding.
+    """
+    head_dims = head_dims or CUDA_PREFILL_ENCODING_HEAD_DIMS.get(p.pos_encoding, CUDA_PREFILL_HEAD_DIMS)
     dims = p.head_dim_qk, p.head_dim_vo
-    custom_mask, encoding = "mask" in p.options, POSITION_NAMES.get(p.pos_encoding)
-    key = PrefillKey(
-        *dims, _kv_loads(p), p.dtype, p.kv_dtype in FP8, custom_mask=custom_mask, pos_encoding=p.pos_encoding
-    )
+    custom_mask = "mask" in p.options
+    option = POSITION_NAMES.get(p.pos_encoding, "mask" if custom_mask else "")
+    key = PrefillKey.of(dims, _kv_loads(p), p.dtype, p.kv_dtype, custom_mask, p.pos_encoding)
     return _cuda(
         p,
         "prefill",
@@ -316,8 +328,8 @@ def _cuda_prefill(
         [
             (triton_installed(), "triton, whose kernel combines its partial results, is not installed"),
             (
-                dims in head_dims,
-                f"head dimensions {dims[0]} and {dims[1]} have no tile" + (f" with {encoding}" if encoding else ""),
+                dims in head_dims or key.padded,
+                f"head dimensions {dims[0]} and {dims[1]} have no tile" + (f" with {option}" if option else ""),
             ),
             (
                 p.num_qo_heads // p.num_kv_heads <= CUDA_PREFILL_GROUP,
@@ -351,11 +363,7 @@ def _has_prefill_maps(p: Problem) -> list[tuple[bool, str]]:
 def cuda_prefill(p: Problem) -> list[str]:
     """Keys and values of the query's dtype."""
     checks = [_is_16_bit(p), (p.kv_dtype == p.dtype, f"the cache is {p.kv_dtype}"), *_has_prefill_maps(p)]
-    head_dims = {
-        "ROPE_LLAMA": CUDA_PREFILL_ROPE_HEAD_DIMS,
-        "ALIBI": CUDA_PREFILL_ALIBI_HEAD_DIMS,
-    }.get(p.pos_encoding, CUDA_PREFILL_HEAD_DIMS)
-    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"pos_encoding"}, head_dims)
+    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"pos_encoding"})
 
 
 def cuda_prefill_e4m3(p: Problem) -> list[str]:
@@ -372,12 +380,11 @@ def cuda_prefill_e4m3(p: Problem) -> list[str]:
 
 def cuda_prefill_fp8(p: Problem) -> list[str]:
     """FP8 keys and values of 16-bit queries, which are converted to 16 bits."""
-    rope = p.pos_encoding == "ROPE_LLAMA"
+    encoding = POSITION_NAMES.get(p.pos_encoding)
     checks = [
         _is_16_bit(p),
         (p.kv_dtype in FP8, f"the cache is {p.kv_dtype}, not FP8"),
-        (not (rope and "mask" in p.options), "it does not implement mask with RoPE and an FP8 cache"),
+        (not (encoding and "mask" in p.options), f"it does not implement mask with {encoding} and an FP8 cache"),
         *_has_prefill_maps(p),
     ]
-    options = CUDA_PREFILL_OPTIONS | {"kv_scale"} | ({"pos_encoding"} if rope else set())
-    return _cuda_prefill(p, checks, options, CUDA_PREFILL_ROPE_HEAD_DIMS if rope else CUDA_PREFILL_HEAD_DIMS)
+    return _cuda_prefill(p, checks, CUDA_PREFILL_OPTIONS | {"kv_scale", "pos_encoding"})

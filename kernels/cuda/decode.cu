@@ -8,6 +8,7 @@
 //     DTYPE        type of the WGMMA operands: 1 float16, 2 bfloat16; float16 with an FP8 cache
 //     KV_FP8       type of an FP8 cache: 1 e4m3, 2 e5m2; 0 for a 16-bit cache
 //     ROPE         1: rotate queries and keys by their positions (ROPE_LLAMA); for 16-bit caches alone
+//     PADDED       1: heads have fewer columns, head_dim: the other columns are zeros in shared memory; not with ROPE
 // Head counts, group, strides, page size, window, soft cap, sinks, scales, the type of the output and, with an FP8
 // cache, the type of the query are parameters.
 //
@@ -89,7 +90,8 @@ namespace attn_ops {
 //     number, then the tile.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM]
-    // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns]; kRowBytes of columns
+    // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns]; kRowBytes of columns. If PADDED,
+    // KV_HEADS in place of KV_HEADS * HEAD_DIM / columns, and head_dim columns
     const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
     const float* sinks,                       // [num_kv_heads * group] or null
     const float* kv_scale,                    // [2] or null
@@ -109,6 +111,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     int window_left,                          // tokens that a row sees before its position; negative: all of them
     int rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
+#if PADDED
+    int head_dim,                             // takes the place of HEAD_DIM in global memory
+#endif
     int group, int page_size,
     int box,                                  // tokens of a TMA box
     // Steps of the outermost index of the maps from a page to the next page, and from a head to the next head:
@@ -150,12 +155,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     rotate_keys(p, list, shared);
 #endif
   } else {
-    const Queries queries = {.q = q, .row = stride_q_row, .head = stride_q_head, .group = group,
+#if PADDED
+    const HeadDim columns = {head_dim};
+#else
+    constexpr HeadDim columns = {};
+#endif
+    const Queries queries = {.q = q, .row = stride_q_row, .head = stride_q_head, .columns = columns, .group = group,
                              .type = query_type, .scale = scale,
                              .cap = cap, .kv_scale = kv_scale};
-    const Results results = {.out = out, .lse = lse, .partial = partial, .split_counters = split_counters,
-                             .sinks = sinks, .slots = slots, .group = group, .combines = combines != 0,
-                             .out_type = out_type};
+    const Results results = {.columns = columns, .out = out, .lse = lse, .partial = partial,
+                             .split_counters = split_counters, .sinks = sinks, .slots = slots, .group = group,
+                             .combines = combines != 0, .out_type = out_type};
     const WorkList list(p);
     end_prologue(early);
     const int number = warp / kConsumerWarps;

@@ -26,6 +26,7 @@ from torch import Tensor
 from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_HEAD_DIMS,
     CUDA_DECODE_PACKED_ROWS,
+    CUDA_DECODE_PADDED_TO,
     DecodeKey,
     cuda_decode_kv_heads,
     planned_decode_kv_heads,
@@ -44,8 +45,8 @@ idle.
 """
 
 
-def _kernel(rope: bool) -> Kernel:
-    """The kernel, which with ``rope`` rotates queries and keys, and its parameters."""
+def _kernel(rope: bool, padded: bool) -> Kernel:
+    """The kernel, which with ``rope`` rotates queries and keys and with ``padded`` pads heads, and its parameters."""
     return Kernel(
         "decode.cu",
         "decode",
@@ -60,6 +61,7 @@ def _kernel(rope: bool) -> Kernel:
                 ("window_left", "rows", "num_pages", "max_pages", "max_items", "max_batch", "slots"), "i32"
             ),
             **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
+            **({"head_dim": "i32"} if padded else {}),
             **dict.fromkeys(("group", "page_size", "box"), "i32"),
             **dict.fromkeys(("k_page_step", "k_head_step", "v_page_step", "v_head_step"), "i32"),
             **dict.fromkeys(("early", "combines", "query_type", "out_type"), "i32"),
@@ -69,8 +71,8 @@ def _kernel(rope: bool) -> Kernel:
     )
 
 
-KERNELS = {rope: _kernel(rope) for rope in (False, True)}
-"""Whether the kernel rotates queries and keys -> kernel."""
+KERNELS = {(rope, padded): _kernel(rope, padded) for rope, padded in ((False, False), (True, False), (False, True))}
+"""Whether the kernel rotates queries and keys, and whether it pads heads -> kernel."""
 
 
 def threads(kv_heads: int, rope: bool) -> int:
@@ -108,8 +110,12 @@ def _specialization(key: DecodeKey) -> Specialization:
         macros["KV_FP8"] = 1 + FP8_TYPES[key.fp8]
     if key.rope:
         macros["ROPE"] = 1
+    if key.padded:
+        macros["PADDED"] = 1
     shared = max(shared_bytes(key), LEAST_SHARED_BYTES)
-    return Specialization(KERNELS[key.rope], macros, threads=threads(key.kv_heads, key.rope), shared_bytes=shared)
+    return Specialization(
+        KERNELS[key.rope, key.padded], macros, threads=threads(key.kv_heads, key.rope), shared_bytes=shared
+    )
 
 
 SPECIALIZATIONS = {
@@ -117,25 +123,26 @@ SPECIALIZATIONS = {
     for dim in sorted(CUDA_DECODE_HEAD_DIMS)
     for kv_heads in (1, 2)
     for packed_rows in CUDA_DECODE_PACKED_ROWS
-    for dtype, fp8, rope in (
-        *((dtype, None, rope) for rope in KERNELS for dtype in DTYPES),
-        *((torch.float16, fp8, False) for fp8 in FP8_TYPES),
-    )
-    if kv_heads <= cuda_decode_kv_heads(dim, kv_heads, fp8 is not None)
-    for key in (DecodeKey(dim, kv_heads, packed_rows, dtype, fp8, rope),)
+    for rope, padded in KERNELS
+    if dim == CUDA_DECODE_PADDED_TO or not padded
+    for dtype, fp8 in (*((dtype, None) for dtype in DTYPES), *((torch.float16, fp8) for fp8 in FP8_TYPES))
+    if not (rope and fp8) and kv_heads <= cuda_decode_kv_heads(dim, kv_heads, fp8 is not None)
+    for key in (DecodeKey(dim, kv_heads, packed_rows, dtype, fp8, rope, padded),)
 }
 
 
 def cache_arguments(
-    k_cache: Tensor, v_cache: Tensor, problem: PlanProblem, kv_layout: str, kv_heads: int
+    k_cache: Tensor, v_cache: Tensor, problem: PlanProblem, kv_layout: str, key: DecodeKey
 ) -> dict[str, Any]:
-    """The arguments for keys and values, if a CTA has ``kv_heads`` KV heads."""
+    """The arguments for keys and values of the specialization ``key``."""
     token, head = PAGED_DIMS[kv_layout]
-    tokens = tile_tokens(problem.head_dim_vo, kv_heads, k_cache.dtype in FP8_TYPES)
+    tokens = tile_tokens(key.head_dim, key.kv_heads, k_cache.dtype in FP8_TYPES)
     arguments: dict[str, Any] = {"box": box_of_pages(problem.page_size, tokens)}
     for name, t in (("k", k_cache), ("v", v_cache)):
         strides, sizes = (t.stride(0), t.stride(token), t.stride(head)), (problem.num_kv_heads, problem.page_size)
-        one, page_step, head_step = paged_map(t, strides, *sizes, arguments["box"], heads_of_box=kv_heads)
+        one, page_step, head_step = paged_map(
+            t, strides, *sizes, arguments["box"], heads_of_box=key.kv_heads, padded=key.padded
+        )
         arguments |= {name: one, f"{name}_page_step": page_step, f"{name}_head_step": head_step}
     return arguments
 
@@ -157,11 +164,12 @@ def batch_decode(
     dim, num_kv_heads, eager, fp8 = problem.head_dim_vo, problem.num_kv_heads, is_eager(q), k_cache.dtype in FP8_TYPES
     group, num_ctas = problem.num_qo_heads // num_kv_heads, p.cta_indptr.shape[0] - 1
     kv_heads = planned_decode_kv_heads(dim, num_kv_heads, fp8, num_ctas, q.device)
+    key = DecodeKey.of(dim, kv_heads, group, q.dtype, k_cache.dtype, o.pos_encoding)
     launch(
-        SPECIALIZATIONS[DecodeKey.of(dim, kv_heads, group, q.dtype, k_cache.dtype, o.pos_encoding)],
+        SPECIALIZATIONS[key],
         (num_kv_heads // kv_heads, num_ctas),
         q=q,
-        **cache_arguments(k_cache, v_cache, problem, kv_layout, kv_heads),
+        **cache_arguments(k_cache, v_cache, problem, kv_layout, key),
         sinks=o.sinks,
         kv_scale=o.kv_scale,
         out=out,
@@ -185,6 +193,7 @@ def batch_decode(
         slots=num_slots(p),
         stride_q_row=q.stride(0),
         stride_q_head=q.stride(1),
+        **({"head_dim": dim} if key.padded else {}),
         group=group,
         page_size=problem.page_size,
         early=is_published(p.kv_len.shape[0]),

@@ -198,6 +198,7 @@ struct Consumer {
   // Steps 7 to 9: divides by the row sums, stores output and LSE or the partial result of a split, and combines.
   DEVICE void store(const WorkItem& item) {
     const StoredRow to(results, item, p);
+    const int dim = results.columns.head_dim;
     reduce_to<kOwnRows, 16>(reduced + warp, row_sum, 0, Sum{});
     sync();  // sums are stored
 #pragma unroll
@@ -216,8 +217,9 @@ struct Consumer {
           const float x = output[c][place(j, r)] * norm;
           if (to.whole)
             store_shared(shared_address(own.staged) + head * kStagedRowBytes + column * 4, x);
-          else if (exists)  // the 8 lanes of a packed row store 8 consecutive columns, with FP8 every second of 16
-            results.partial[(to.first + head) * kDim + column] = x;
+          else if (exists && (!PADDED || column < dim))
+            // The 8 lanes of a packed row store 8 consecutive columns, with FP8 every second of 16.
+            results.partial[(to.first + head) * dim + column] = x;
         }
     }
     if (to.whole)
@@ -230,10 +232,11 @@ struct Consumer {
   DEVICE void store_staged(const StoredRow& to) const {
     sync();  // columns are stored
     if (!to.exists) return;
+    const int dim = results.columns.head_dim;
 #pragma unroll 1
-    for (int i = thread; i < results.group * (kDim / 4); i += kConsumerThreads) {
-      const int head = i / (kDim / 4), column = i % (kDim / 4) * 4;
-      store_four_as(results.out_type, results.out, (to.first + head) * kDim + column,
+    for (int i = thread; i < results.group * (dim / 4); i += kConsumerThreads) {
+      const int head = i / (dim / 4), column = i % (dim / 4) * 4;
+      store_four_as(results.out_type, results.out, (to.first + head) * dim + column,
                     load_four(shared_address(own.staged) + head * kStagedRowBytes + column * 4));
     }
   }

@@ -9,6 +9,9 @@
 #ifndef ROPE
 #define ROPE 0
 #endif
+#ifndef PADDED
+#define PADDED 0
+#endif
 
 namespace attn_ops {
 namespace {
@@ -26,11 +29,13 @@ constexpr int kProducerWarp = kConsumers * kConsumerWarps;
 constexpr int kConverterThreads = ROPE ? 128 : 0, kThreads = 32 * (kProducerWarp + 1) + kConverterThreads;
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
 // Keys or values of a KV tile in shared memory, as TMA boxes write them:
-// [tokens / 8, KV_HEADS, kTokenBytes / kRowBytes, 8 tokens, kRowBytes]. A row is as wide as the swizzle.
+// [tokens / 8, KV_HEADS, kTokenBytes / kRowBytes, 8 tokens, kRowBytes]. A row is as wide as the swizzle. Boxes of
+// padded heads have one row of each token: kBoxes boxes have all columns, in the layout [kBoxes, tokens, kRowBytes].
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
-constexpr int kBlockBytes = 8 * kRowBytes;          // to the next block of columns of the same 8 tokens
-constexpr int kHeadBytes = 8 * kTokenBytes;         // to the second KV head of the same 8 tokens
-constexpr int kGroupBytes = KV_HEADS * kHeadBytes;  // to the next 8 tokens
+constexpr int kBoxes = PADDED ? kTokenBytes / kRowBytes : 1, kBoxColumns = 64;
+constexpr int kBlockBytes = (kBoxes > 1 ? kTile : 8) * kRowBytes;  // to the next block of columns of the same tokens
+constexpr int kHeadBytes = 8 * kTokenBytes;                        // to the second KV head of the same 8 tokens
+constexpr int kGroupBytes = kBoxes > 1 ? 8 * kRowBytes : KV_HEADS * kHeadBytes;  // to the next 8 tokens
 // The query and P are 16-bit operands. Their rows, one per packed row, have 64 columns of the query or 64 tokens of P.
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;
 constexpr int kOperandBytes = kPackedRows * kOperandRowBytes;  // to the next 64 columns or tokens
@@ -38,7 +43,8 @@ constexpr int kStagedRowBytes = kDim * 4 + 16;  // a packed row of O, float32; t
 static_assert(kDim % 64 == 0 && kTile % 64 == 0 && (kPackedRows == 8 || kPackedRows == 16));
 static_assert(kTile / 8 <= 32);                 // a lane loads at most one box of a KV tile
 static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // one dimension of the maps is heads or column blocks
-static_assert(!(ROPE && KV_FP8));
+static_assert(!(ROPE && (KV_FP8 || PADDED)));
+static_assert(kBoxes == 1 || (KV_HEADS == 1 && kRowBytes == 2 * kBoxColumns));
 enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // the first of kConsumers barriers each
 
 struct Stage {
@@ -63,6 +69,15 @@ struct Shared {
   uint64 turns[kDim / 2];  // turns per position of each pair of columns, in units of 2^-64 (rope.cuh)
 #endif
   int combines[kConsumers];  // whether each consumer stored the last split of a row
+};
+
+// Columns of a head in global memory: kDim, or fewer with PADDED.
+struct HeadDim {
+#if PADDED
+  int head_dim;
+#else
+  static constexpr int head_dim = kDim;
+#endif
 };
 
 struct Problem {

@@ -17,6 +17,7 @@ namespace {
 struct Queries {
   const char* q;
   int64 row, head;         // strides in elements
+  HeadDim columns;
   int group;
   int type;                // OutType of q; read with an FP8 cache alone
   float scale, cap;        // a cap of 0: no soft cap
@@ -34,14 +35,14 @@ struct QueryChunks {
   static constexpr int kOwn = (kChunks + kConsumerThreads - 1) / kConsumerThreads;
   uint32 chunks[kOwn][4];
 
-  // Loads the chunks. Packed rows after the group are zeros.
+  // Loads the chunks. Packed rows after the group, and columns after the head, are zeros.
   DEVICE QueryChunks(const Queries& q, int row, int rows, int thread) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int chunk = thread + i * kConsumerThreads, head = chunk / kHeadChunks;
+      const int chunk = thread + i * kConsumerThreads, head = chunk / kHeadChunks, column = chunk % kHeadChunks;
       Vector x = {};
-      if (head < q.group && uint32(row) < uint32(rows))
-        x = load(q.q + 2 * (row * q.row + (kv_head() * q.group + head) * q.head) + chunk % kHeadChunks * 16);
+      if (head < q.group && uint32(row) < uint32(rows) && (!PADDED || column * 8 < q.columns.head_dim))
+        x = load(q.q + 2 * (row * q.row + (kv_head() * q.group + head) * q.head) + column * 16);
 #pragma unroll
       for (int j = 0; j < 4; ++j) chunks[i][j] = x.words[j];
     }

@@ -8,9 +8,10 @@ namespace attn_ops {
 namespace {
 
 struct Results {
-  void* out;             // [rows, heads, kDim]
+  HeadDim columns;
+  void* out;             // [rows, heads, head_dim]
   float* lse;            // [rows, heads] or null
-  float* partial;        // [slots, heads, kDim], then LSEs [slots, heads]
+  float* partial;        // [slots, heads, head_dim], then LSEs [slots, heads]
   int* split_counters;   // [slots, heads]
   const float* sinks;    // [heads] or null
   int slots, group;
@@ -19,7 +20,7 @@ struct Results {
 
   DEVICE int heads() const { return num_kv_heads() * group; }
   DEVICE int first_head() const { return kv_head() * group; }
-  DEVICE float* partial_lse() const { return partial + int64(slots) * heads() * kDim; }
+  DEVICE float* partial_lse() const { return partial + int64(slots) * heads() * columns.head_dim; }
 };
 
 // The online-softmax state of a query row and head.
@@ -75,11 +76,12 @@ struct Splits {
 // zeros, and an LSE of the sink or -inf. A thread computes four columns of a head at a time.
 DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int thread, int threads) {
   constexpr int kAtOnce = 4;
+  const int dim = to.columns.head_dim;
   const int64 heads = to.heads(), first_head = to.first_head();
   const float* lse = to.partial_lse();
 #pragma unroll 1
-  for (int i = thread; i < to.group * (kDim / 4); i += threads) {
-    const int head = i / (kDim / 4), column = i % (kDim / 4) * 4;
+  for (int i = thread; i < to.group * (dim / 4); i += threads) {
+    const int head = i / (dim / 4), column = i % (dim / 4) * 4;
     RowState state;
     float4 sum = {};
 #pragma unroll 1
@@ -91,7 +93,7 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
         const int64 at = (slot + n) * heads + first_head + head;
         logits[n] = exists ? lse[at] : -kInfinity;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) x[n][c] = exists ? to.partial[at * kDim + column + c] : 0.f;
+        for (int c = 0; c < 4; ++c) x[n][c] = exists ? to.partial[at * dim + column + c] : 0.f;
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
@@ -102,7 +104,7 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
     }
     const float norm = state.add_sink(to, head) * state.inverse();
     const int64 at = row * heads + first_head + head;
-    store_four_as(to.out_type, to.out, at * kDim + column,
+    store_four_as(to.out_type, to.out, at * dim + column,
                   {sum.x * norm, sum.y * norm, sum.z * norm, sum.w * norm});
     if (column == 0 && to.lse) to.lse[at] = state.lse();
   }

@@ -77,44 +77,60 @@ DEVICE uint4 transpose_quad(uint32 w0, uint32 w1, uint32 w2, uint32 w3) {
 
 // ---- Stores -------------------------------------------------------------------------------------------------------
 
+// The columns of a row of a result. All columns that a thread computes are columns of a FullRow. Those of a PaddedRow
+// end before them: the others are not stored.
+template <int COLUMNS>
+struct FullRow {
+  static constexpr int columns = COLUMNS;
+  DEVICE static bool has(int) { return true; }
+};
+struct PaddedRow {
+  int columns;  // a multiple of 8
+  DEVICE bool has(int column) const { return column < columns; }
+};
+
 // Stores the N / 2 elements that this thread has of each of its two rows. The N * 2 columns of `output` begin at column
-// `first_column` of a result with rows of WIDTH columns. `row` are the indices of the two rows in the result; rows
-// without `exists` are not stored.
-template <OutType TYPE, int WIDTH, int N>
-DEVICE void store_rows(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
+// `first_column` of a result with rows as `of_row`, a FullRow or a PaddedRow. `row` are the indices of the two rows in
+// the result; rows without `exists` are not stored.
+template <OutType TYPE, class Row, int N>
+DEVICE void store_rows(void* out, const float (&output)[N], int first_column, Row of_row, const int64 (&row)[2],
                        const bool (&exists)[2]) {
   using Pair = decltype(pair_of<TYPE>(0, 0));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    Pair* to = static_cast<Pair*>(out) + row[r] * (WIDTH / 2) + first_column / 2 + threadIdx.x % 4;
+    Pair* to = static_cast<Pair*>(out) + row[r] * (of_row.columns / 2) + first_column / 2 + threadIdx.x % 4;
     if (exists[r])
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i) to[4 * i] = pair_of<TYPE>(output[4 * i + 2 * r], output[4 * i + 2 * r + 1]);
+      for (int i = 0; i < N / 4; ++i)
+        if (of_row.has(first_column + 8 * i))
+          to[4 * i] = pair_of<TYPE>(output[4 * i + 2 * r], output[4 * i + 2 * r + 1]);
   }
 }
 
 // Stores a partial result in float32: as store_rows, but `partial` may lie at any multiple of 4 bytes.
-template <int WIDTH, int N>
-DEVICE void store_partial(float* partial, const float (&output)[N], int first_column, const int64 (&row)[2],
-                          const bool (&exists)[2]) {
+template <class Row, int N>
+DEVICE void store_partial(float* partial, const float (&output)[N], int first_column, Row of_row,
+                          const int64 (&row)[2], const bool (&exists)[2]) {
   if (reinterpret_cast<uint64>(partial) % 8 == 0)
-    return store_rows<kFloat32, WIDTH>(partial, output, first_column, row, exists);
+    return store_rows<kFloat32>(partial, output, first_column, of_row, row, exists);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float* to = partial + row[r] * WIDTH + first_column + threadIdx.x % 4 * 2;
+    float* to = partial + row[r] * of_row.columns + first_column + threadIdx.x % 4 * 2;
     if (exists[r])
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i) to[8 * i] = output[4 * i + 2 * r], to[8 * i + 1] = output[4 * i + 2 * r + 1];
+      for (int i = 0; i < N / 4; ++i)
+        if (of_row.has(first_column + 8 * i))
+          to[8 * i] = output[4 * i + 2 * r], to[8 * i + 1] = output[4 * i + 2 * r + 1];
   }
 }
 
 // As store_rows, in a 16-bit type and 16 bytes at a time.
-template <OutType TYPE, int WIDTH, int N>
-DEVICE void store_vectors(void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
+template <OutType TYPE, class Row, int N>
+DEVICE void store_vectors(void* out, const float (&output)[N], int first_column, Row of_row, const int64 (&row)[2],
                           const bool (&exists)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    uint4* to = static_cast<uint4*>(out) + row[r] * (WIDTH / 8) + first_column / 8 + threadIdx.x % 4;
+    uint4* to = static_cast<uint4*>(out) + row[r] * (of_row.columns / 8) + first_column / 8 + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < N / 4; i += 4) {
       uint32 words[4];
@@ -122,26 +138,26 @@ DEVICE void store_vectors(void* out, const float (&output)[N], int first_column,
       for (int j = 0; j < 4; ++j)
         words[j] = pair_of<TYPE>(output[4 * (i + j) + 2 * r], output[4 * (i + j) + 2 * r + 1]);
       const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3]);
-      if (exists[r]) to[i] = chunk;
+      if (exists[r] && of_row.has(first_column + 8 * (i + threadIdx.x % 4))) to[i] = chunk;
     }
   }
 }
 
 // As store_rows, in type `type`. Stores 16 bytes at a time in the type of the operands and in ALSO, another type that
 // queries may have.
-template <int WIDTH, OutType ALSO = kLikeOperands, int N>
-DEVICE void store_as(int type, void* out, const float (&output)[N], int first_column, const int64 (&row)[2],
-                     const bool (&exists)[2]) {
+template <OutType ALSO = kLikeOperands, class Row, int N>
+DEVICE void store_as(int type, void* out, const float (&output)[N], int first_column, Row of_row,
+                     const int64 (&row)[2], const bool (&exists)[2]) {
   constexpr OutType kOfOperands = DTYPE == 2 ? kBFloat16 : kFloat16;
-  if (type == kLikeOperands) return store_vectors<kOfOperands, WIDTH>(out, output, first_column, row, exists);
+  if (type == kLikeOperands) return store_vectors<kOfOperands>(out, output, first_column, of_row, row, exists);
   if constexpr (ALSO != kLikeOperands)
-    if (type == ALSO) return store_vectors<ALSO, WIDTH>(out, output, first_column, row, exists);
+    if (type == ALSO) return store_vectors<ALSO>(out, output, first_column, of_row, row, exists);
   switch (type) {
-    case kFloat32: return store_rows<kFloat32, WIDTH>(out, output, first_column, row, exists);
-    case kFloat16: return store_rows<kFloat16, WIDTH>(out, output, first_column, row, exists);
-    case kBFloat16: return store_rows<kBFloat16, WIDTH>(out, output, first_column, row, exists);
-    case kE4M3: return store_rows<kE4M3, WIDTH>(out, output, first_column, row, exists);
-    case kE5M2: return store_rows<kE5M2, WIDTH>(out, output, first_column, row, exists);
+    case kFloat32: return store_rows<kFloat32>(out, output, first_column, of_row, row, exists);
+    case kFloat16: return store_rows<kFloat16>(out, output, first_column, of_row, row, exists);
+    case kBFloat16: return store_rows<kBFloat16>(out, output, first_column, of_row, row, exists);
+    case kE4M3: return store_rows<kE4M3>(out, output, first_column, of_row, row, exists);
+    case kE5M2: return store_rows<kE5M2>(out, output, first_column, of_row, row, exists);
   }
 }
 

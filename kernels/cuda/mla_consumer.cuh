@@ -156,7 +156,7 @@ DEVICE void store(int first_column, uint32 staged, Stored& output, const float (
   }
   if (slot >= 0) return store_scaled(partial, staged, output, first_column, norm, to_row, exists);
   rescale(output, norm);
-  store_as<kLatent>(to.out_type, to.out, output, first_column, to_row, exists);
+  store_as(to.out_type, to.out, output, first_column, FullRow<kLatent>{}, to_row, exists);
 }
 
 // One warpgroup. For all units, it computes the logits of every second KV tile, and half of the value columns of O.

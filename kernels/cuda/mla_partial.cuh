@@ -59,7 +59,7 @@ DEVICE void store_scaled(const Partial& to, uint32 staged, Stored& output, int f
         for (int c = 0; c < 2; ++c) output[4 * i + 2 * r + c] *= norm[r] * scale.inverse;
     }
   if (reinterpret_cast<uint64>(to.values) % 16 != 0)
-    return store_rows<kFloat16, kLatent>(to.values, output, first_column, row, exists);
+    return store_rows<kFloat16>(to.values, output, first_column, FullRow<kLatent>{}, row, exists);
 #pragma unroll
   for (int i = 0; i < kStored / 16; ++i) {
     uint32 words[4];

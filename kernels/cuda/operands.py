@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attn_ops.kernels.cuda.kernel import TensorMap
@@ -22,9 +22,25 @@ COLUMNS = ROW_BYTES // 2
 """16-bit elements of a row of ``ROW_BYTES`` in shared memory."""
 
 
-def row_columns(t: Tensor, row_bytes: int = ROW_BYTES) -> int:
-    """Columns of a row in shared memory. A token of a wider head has several rows."""
-    return min(int(t.shape[-1]), row_bytes // t.element_size())
+class Columns(NamedTuple):
+    """How tensor maps divide the columns of a head. A box has the columns of a row in shared memory.
+
+    blocks  size of the dimension of blocks of columns: the rows of a token. 1 for padded heads
+    size    size of the dimension of columns. TMA writes zeros for those of a box of a padded head that come after it
+    box     columns of a box, and elements from a block to the next
+    """
+
+    blocks: int
+    size: int
+    box: int
+
+    @classmethod
+    def of(cls, t: Tensor, row_bytes: int = ROW_BYTES, padded: bool = False) -> Columns:
+        dim, box = int(t.shape[-1]), row_bytes // t.element_size()
+        if padded:
+            return cls(1, dim, box)
+        box = min(dim, box)
+        return cls(dim // box, box, box)
 
 
 GROUP_TOKENS = CUDA_PAGE
@@ -64,6 +80,7 @@ def paged_map(
     row_bytes: int = ROW_BYTES,
     heads_of_box: int = 1,
     column_parts: int = 1,
+    padded: bool = False,
 ) -> tuple[TensorMap, int, int]:
     """The map of paged keys or values, and what a page and a head add to the outermost index of the map.
 
@@ -73,15 +90,16 @@ def paged_map(
     box           tokens of a box
     heads_of_box  heads of a box. With several, a token of a head must be one row
     column_parts  a box has one of so many equal parts of the columns of a head
+    padded        a box has the columns of one row, from any column on: see :class:`Columns`
     """
     page, token, head = strides
     if not (isinstance(page, int) and isinstance(head, int)):
         raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
     unit = math.gcd(page, head)
     pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - heads_of_box) * (head // unit) + 1
-    columns = row_columns(t, row_bytes)
-    rows, row = (heads_of_box, head) if heads_of_box > 1 else (t.shape[-1] // columns, columns)  # of a token
-    shape = pages_and_heads, page_size // GROUP_TOKENS, rows, GROUP_TOKENS, columns
+    columns = Columns.of(t, row_bytes, padded)
+    rows, row = (heads_of_box, head) if heads_of_box > 1 else (columns.blocks, columns.box)  # of a token
+    shape = pages_and_heads, page_size // GROUP_TOKENS, rows, GROUP_TOKENS, columns.size
     strides = unit, GROUP_TOKENS * token, row, token, 1
-    boxes = 1, box // GROUP_TOKENS, rows // column_parts, GROUP_TOKENS, columns
-    return TensorMap(t, shape, strides, boxes, columns * t.element_size()), page // unit, head // unit
+    boxes = 1, box // GROUP_TOKENS, rows // column_parts, GROUP_TOKENS, columns.box
+    return TensorMap(t, shape, strides, boxes, columns.box * t.element_size()), page // unit, head // unit

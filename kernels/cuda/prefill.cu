@@ -17,8 +17,9 @@
 //     ROPE          queries and keys are rotated by their positions (ROPE_LLAMA)
 //     ALIBI         logits get the bias of ALiBi
 //     SHARED_ROWS   only with heads of 512: work items have at most 64 packed rows, and both consumers have all of them
-// ROPE, ALIBI and Q_FP8 exclude one another, and KV_FP8 excludes ALIBI and Q_FP8. Head counts, strides, page size,
-// windows, soft cap, sinks, scales and the type of the output are parameters.
+//     PADDED        heads have fewer columns, head_dim_qk and head_dim_vo: the other columns are zeros in shared memory
+// ROPE, ALIBI and Q_FP8 exclude one another, and KV_FP8 excludes Q_FP8. PADDED excludes all but KV_CP_ASYNC and KV_FP8.
+// Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
 // unit is a block of packed rows of one work item for one KV head: 64 packed rows for each consumer. If a work item has
@@ -68,8 +69,8 @@
 //         [producer Q]  wait for unit_full; wait for q_empty[b]; write the unit's QueryBlock; load its queries, which
 //                       completes q_full[b]; arrive on unit_empty
 //         [producers K and V]  wait for unit_full; read the unit. Producer V arrives on unit_empty
-//     2.  [consumer]    wait for q_full[b]; with heads of 128, unless FP8 or RoPE, load Q into registers (half of Q
-//                       with three consumers)
+//     2.  [consumer]    wait for q_full[b]; with heads of 96 or 128, unless FP8 or RoPE, load Q into registers (half of
+//                       Q with three consumers)
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  if kTilesAhead tiles of the unit are left, arrive on unit_empty; wait for k_empty[j]; expect
 //                       the bytes of the tile on k_full[j]; issue a TMA load for each box. Every 32 boxes, load the
@@ -262,7 +263,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     const char* v,                            // with HEAD_DIM_VO
 #else
     // With C = kColumns: paged [pages and heads, page_size / 8, HEAD_DIM_QK / C, 8, C],
-    // ragged [num_kv_heads, HEAD_DIM_QK / C, kv_rows, C].
+    // ragged [num_kv_heads, HEAD_DIM_QK / C, kv_rows, C]. If PADDED, all maps have 1 in place of HEAD_DIM_QK / C, and
+    // head_dim_qk in place of C.
     const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v,      // with HEAD_DIM_VO
 #endif
@@ -307,6 +309,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #if ROPE
     float rope_theta, float rope_scale,       // the base of the frequencies, and the divisor of positions
 #endif
+#if PADDED
+    int head_dim_qk, int head_dim_vo,         // take the place of HEAD_DIM_QK and HEAD_DIM_VO in global memory
+#endif
     int tile_rows,                            // query rows of a work item
 #if CLOCKS
     int out_type, uint64* clocks) {
@@ -334,6 +339,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
 #endif
 #if ALIBI
       .has_cap = cap > 0,
+#endif
+#if PADDED
+      .head_dim_qk = head_dim_qk, .head_dim_vo = head_dim_vo,
 #endif
   };
   const int q_box_rows = kPackedRows % group ? 0 : kPackedRows / group;  // query rows of a box of q_map

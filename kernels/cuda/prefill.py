@@ -9,15 +9,16 @@ import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import (
+    COLUMNS,
     DTYPES,
     FP8_TYPES,
     OUT_TYPES,
     ROPE_PARAMETERS,
     ROW_BYTES,
+    Columns,
     box_of_pages,
     paged_map,
     rope_arguments,
-    row_columns,
 )
 from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
 from torch import Tensor
@@ -28,6 +29,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    CUDA_PREFILL_PADDED_HEAD_DIMS,
     CUDA_PREFILL_ROPE_HEAD_DIMS,
     CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS,
     PrefillKey,
@@ -57,6 +59,7 @@ PARAMETERS = {
     "KV_FP8": {"kv_type": "i32", "kv_scale": "pointer"},
     "Q_FP8": {"kv_scale": "pointer"},
     "ROPE": ROPE_PARAMETERS,
+    "PADDED": {"head_dim_qk": "i32", "head_dim_vo": "i32"},
 }
 """Macro -> further parameters of the kernel."""
 
@@ -128,6 +131,7 @@ class Tile(NamedTuple):
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
         """Bytes of shared memory of a CTA: query buffers, rings, and 1024 or more for other fields of ``Shared``."""
         rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
+        dim_qk, dim_vo = (-(-dim // COLUMNS) * COLUMNS for dim in (dim_qk, dim_vo))
         key_columns, value_columns = dim_qk // self.key_parts, dim_vo // self.value_parts
         of_token = self.key_stages * key_columns + (self.value_stages + self.transposed_stages) * value_columns
         fp8_keys, fp8_values = self.fp8_tokens or (0, 0)
@@ -208,6 +212,25 @@ ROPE_TILES = {
 ALIBI_TILES = {dims: TILES[dims] for dims in sorted(CUDA_PREFILL_ALIBI_HEAD_DIMS)}
 """Tiles of kernels that add the bias of ALiBi."""
 
+KV_FP8_ALIBI_TILES = {dims: KV_FP8_TILES[dims] for dims in ALIBI_TILES}
+"""Tiles of kernels that convert FP8 keys and values, and add the bias of ALiBi."""
+
+PADDED_TILES = {
+    (96, 96): TILES[128, 128],
+    (128, 128): TILES[128, 128],
+    (192, 192): Tile(64, 4, 3, 1, 32),
+    (256, 256): TILES[256, 256],
+}
+"""Tiles of 16-bit kernels for heads with fewer columns."""
+
+PADDED_KV_FP8_TILES = {
+    (96, 96): KV_FP8_TILES[128, 128],
+    (128, 128): KV_FP8_TILES[128, 128],
+    (192, 192): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(64, 64)),
+    (256, 256): KV_FP8_TILES[256, 256],
+}
+"""Tiles as :data:`PADDED_TILES`, of kernels that convert FP8 keys and values."""
+
 FP8_TILES = {
     (64, 64): Tile(128, 4, 2, 2, 64, 4),
     (128, 128): Tile(128, 4, 2, 2, 32, 4),
@@ -222,6 +245,7 @@ assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
 assert SHARED_ROWS_TILES.keys() == SHARED_ROWS_KV_FP8_TILES.keys() == CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS
 assert FEW_ROWS_TILES.keys() == CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
 assert ROPE_TILES.keys() == KV_FP8_ROPE_TILES.keys() == CUDA_PREFILL_ROPE_HEAD_DIMS
+assert tuple(PADDED_TILES) == tuple(PADDED_KV_FP8_TILES) == CUDA_PREFILL_PADDED_HEAD_DIMS
 assert [dims for dims, tile in TILES.items() if tile.consumers == 3] == [(THREE_CONSUMERS_HEAD_DIM,) * 2]
 assert THREE_CONSUMERS_CTA_PACKED_ROWS == 3 * PACKED_ROWS
 
@@ -273,6 +297,9 @@ FAMILIES = (
     Family(ROPE_TILES, macros=("ROPE",)),
     Family(KV_FP8_ROPE_TILES, macros=("KV_FP8", "ROPE"), masks=(False,)),
     Family(ALIBI_TILES, macros=("ALIBI",)),
+    Family(KV_FP8_ALIBI_TILES, macros=("KV_FP8", "ALIBI"), masks=(False,)),
+    Family(PADDED_TILES, macros=("PADDED",), masks=(False,)),
+    Family(PADDED_KV_FP8_TILES, macros=("KV_FP8", "PADDED"), masks=(False,)),
 )
 
 
@@ -295,12 +322,12 @@ def _specialization(family: Family, key: PrefillKey, tile: Tile) -> Specializati
 
 
 _ALL = [
-    (family, PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, family.pos_encoding), tile)
+    (family, PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, family.pos_encoding, padded), tile)
     for family in FAMILIES
     for dims, tile in family.tiles.items()
     for loads in family.loads
     for dtype in family.dtypes
-    for fp8 in ("KV_FP8" in family.macros or dtype == E4M3,)
+    for fp8, padded in (("KV_FP8" in family.macros or dtype == E4M3, "PADDED" in family.macros),)
     for custom_mask in family.masks
 ]
 TILE_OF = {key: tile for _, key, tile in _ALL}
@@ -312,19 +339,19 @@ LIKE_OPERANDS = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in 
 
 
 def ragged_map(
-    t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, row_bytes: int
+    t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, row_bytes: int, padded: bool = False
 ) -> tuple[TensorMap, int, int]:
     """The map of ragged keys or values, and what a page (0) and a head (1) add to its outermost index.
 
     Heads are the outermost dimension. A box has one block of columns.
     """
     _, token, head = strides
-    columns = row_columns(t, row_bytes)
-    shape, boxes = (heads, int(t.shape[-1]) // columns, tokens, columns), (1, 1, box, columns)
-    return TensorMap(t, shape, (head, columns, token, 1), boxes, columns * t.element_size()), 0, 1
+    columns = Columns.of(t, row_bytes, padded)
+    shape, boxes = (heads, columns.blocks, tokens, columns.size), (1, 1, box, columns.box)
+    return TensorMap(t, shape, (head, columns.box, token, 1), boxes, columns.box * t.element_size()), 0, 1
 
 
-def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[str, Any]:
+def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bool) -> dict[str, Any]:
     """The kernel arguments of keys and values, by the parameters' names."""
     pages = {} if loads == "ragged" else {"num_pages": x.k.shape[0]}
     if loads == "tokens":
@@ -332,9 +359,9 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile) -> dict[st
     paged = loads == "pages"
     box = box_of_pages(page_size, tile.box) if paged else tile.box
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        paged_map(t, strides, x.heads[1], page_size, box, tile.row_bytes, column_parts=parts)
+        paged_map(t, strides, x.heads[1], page_size, box, tile.row_bytes, column_parts=parts, padded=padded)
         if paged
-        else ragged_map(t, strides, x.heads[1], x.kv_rows, box, tile.row_bytes)
+        else ragged_map(t, strides, x.heads[1], x.kv_rows, box, tile.row_bytes, padded)
         for t, strides, parts in ((x.k, x.k_strides, tile.key_parts), (x.v, x.v_strides, tile.value_parts))
     )
     steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
@@ -360,14 +387,13 @@ def mask_arguments(mask: Tensor | None, plan: PrefillPlan | None) -> dict[str, A
     return {"mask": mask, "mask_bytes": mask.shape[0], "kv_len": None if plan is None else plan.kv_len}
 
 
-def query_map(q: Tensor, group: int) -> TensorMap:
+def query_map(q: Tensor, group: int, padded: bool = False) -> TensorMap:
     """The map of queries. A box has 64 packed rows. The kernel uses the map only if the group divides 64."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
-    columns = row_columns(q)
-    blocks = int(q.shape[2]) // columns
-    shape, strides = (blocks, q.shape[0], q.shape[1], columns), (columns, q.stride(0), q.stride(1), 1)
-    box = blocks, max(box_rows, 1), group if box_rows else 1, columns
-    return TensorMap(q, shape, strides, box, columns * q.element_size())
+    columns = Columns.of(q, padded=padded)
+    shape, strides = (columns.blocks, q.shape[0], q.shape[1], columns.size), (columns.box, q.stride(0), q.stride(1), 1)
+    box = columns.blocks, max(box_rows, 1), group if box_rows else 1, columns.box
+    return TensorMap(q, shape, strides, box, columns.box * q.element_size())
 
 
 def launch_tiles(
@@ -386,19 +412,19 @@ def launch_tiles(
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     loads, packed_rows = kv_loads(paged, page_size), tile_rows * group
-    custom_mask, fp8 = o.mask is not None, x.k.dtype in FP8
-    any_rows = PrefillKey(*dims, loads, x.q.dtype, fp8, custom_mask=custom_mask, pos_encoding=o.pos_encoding)
-    key = key_of_rows(any_rows, packed_rows)
+    custom_mask = o.mask is not None
+    key = key_of_rows(PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, custom_mask, o.pos_encoding), packed_rows)
     tile = TILE_OF[key]
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows)) * tile.value_parts
     launch(
         SPECIALIZATIONS[key],
         (persistent_grid(num_units, x.q.device),),
         q=x.q,
-        q_map=query_map(x.q, group),
-        **kv_arguments(x, loads, page_size, tile),
+        q_map=query_map(x.q, group, key.padded),
+        **kv_arguments(x, loads, page_size, tile, key.padded),
         **fp8_arguments(x, o.kv_scale, key.dtype),
         **rope_arguments(o),
+        **(dict(zip(PARAMETERS["PADDED"], dims, strict=True)) if key.padded else {}),
         **mask_arguments(o.mask, plan),
         sinks=o.sinks,
         out=out,

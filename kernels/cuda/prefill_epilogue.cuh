@@ -46,14 +46,19 @@ DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGr
     lse[r] = row_max + log2f(sum);
   }
   float* to_lse = to.lse;
-  if (split) to_lse = to.partial + int64(p.slots) * p.tile_rows * num_heads * kOutDim;
+  if (split) to_lse = to.partial + int64(p.slots) * p.tile_rows * num_heads * p.head_dim_vo;
   if (to_lse && first_column == 0 && threadIdx.x % 4 == 0) {
     if (exists[0]) to_lse[to_row[0]] = lse[0];
     if (exists[1]) to_lse[to_row[1]] = lse[1];
   }
   rescale(output, norm);
-  if (split) return store_partial<kOutDim>(to.partial, output, first_column, to_row, exists);
-  store_as<kOutDim, kFewRows ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, first_column, to_row, exists);
+#if PADDED
+  const PaddedRow of_row = {p.head_dim_vo};
+#else
+  constexpr FullRow<kOutDim> of_row;
+#endif
+  if (split) return store_partial(to.partial, output, first_column, of_row, to_row, exists);
+  store_as<kFewRows ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, first_column, of_row, to_row, exists);
 }
 
 // If a query buffer is smaller than an accumulator, the accumulator goes through it in kStateParts parts.

@@ -29,6 +29,9 @@
 #ifndef SHARED_ROWS
 #define SHARED_ROWS 0
 #endif
+#ifndef PADDED
+#define PADDED 0
+#endif
 #define UNIT_PARTS (HEAD_DIM_VO > 256 && !SHARED_ROWS ? 2 : 1)  // units that divide the columns of values
 #ifndef CONSUMERS
 #define CONSUMERS 2
@@ -56,26 +59,29 @@ constexpr bool kConverts = KV_FP8 || ROPE;                        // there is a 
 constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // there are two: consumers spare the registers
 static_assert(!kConverts || kConsumers == 2);
 constexpr bool kAlibi = ALIBI;
-static_assert(ROPE + ALIBI + Q_FP8 <= 1 && KV_FP8 + ALIBI + Q_FP8 <= 1);
+static_assert(ROPE + ALIBI + Q_FP8 <= 1 && KV_FP8 + Q_FP8 <= 1);
 static_assert(kValueParts == 1 || !(Q_FP8 || ROPE || ALIBI));
+static_assert(!PADDED || (kValueParts == 1 && !(Q_FP8 || ROPE || ALIBI || FEW_ROWS || CUSTOM_MASK)));
 // The sizes for each head dim are also in the tables of tiles in prefill.py.
 constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
 constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
-static_assert(!kFewRows || (KV_FP8 && !ROPE && PAGED && DTYPE == 1));
+constexpr bool kHeadsOf192 = kDimVo == 192 && !KV_FP8;          // in PADDED_TILES
+static_assert(!kFewRows || (KV_FP8 && !(ROPE || ALIBI) && PAGED && DTYPE == 1));
 constexpr int kTile =  // tokens of a KV tile
     kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch || (kFewRows && kDimQk > 64) ? 64 : 128;
 constexpr int kKeyStages =  // stages of the ring of keys
     kKeyParts > 1 && KV_FP8                                                     ? 2
     : kSharedRows                                                               ? 6
-    : kFp8Products || kConsumers == 3 || kKeyParts > 1                          ? 4
+    : kFp8Products || kConsumers == 3 || kKeyParts > 1 || kHeadsOf192           ? 4
     : kDimQk == 64 || (kDimQk == 128 && kFewRows) || (kDimQk == 256 && !KV_FP8) ? 3
                                                                                 : 2;
 constexpr int kValueStages =  // KV tiles of the ring of values
     kValueParts > 1                                                                   ? 1
+    : kHeadsOf192                                                                     ? 3
     : kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products && !(KV_FP8 && ROPE)) ? kKeyStages
                                                                                       : 2;
 constexpr int kRaggedBox =  // tokens of a TMA box of ragged keys and values; a box of paged ones has at most as many
-    kDimQk == 64 ? 64 : kDimQk == 192 && !KV_FP8 ? 128 : 32;
+    kDimQk == 64 ? 64 : kDimQk == 192 && kDimVo == 128 && !KV_FP8 ? 128 : 32;
 constexpr int kTransposedStages = 4;  // KV tiles of the ring of transposed values (FP8 products)
 // The scheduler takes the next unit when producer K has kTilesAhead KV tiles of a unit left. With a custom mask the
 // scheduler then reads the mask of the next unit, which takes longer.
@@ -89,8 +95,11 @@ constexpr int kQueryTiles = kFewRows || kSharedRows ? 1 : kConsumers;  // blocks
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // 8 rows of one block of columns
-constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
-constexpr int kKeyBytes = kTile * kKeyDim * kElementBytes, kValueBytes = kTile * kValueColumns * kElementBytes;
+// Columns that `columns` columns take in shared memory, which has whole blocks. Products read `columns` of them.
+constexpr DEVICE int stored_columns(int columns) { return (columns + kColumns - 1) / kColumns * kColumns; }
+constexpr int kQueryBytes = kPackedRows * stored_columns(kDimQk) * kElementBytes;
+constexpr int kKeyBytes = kTile * stored_columns(kKeyDim) * kElementBytes;
+constexpr int kValueBytes = kTile * stored_columns(kValueColumns) * kElementBytes;
 // With KV_FP8, producers load FP8 tiles of kLoadedTile tokens into FP8 rings, and converters convert them into the
 // 16-bit rings: kFp8Parts FP8 tiles make up a stage. Without KV_FP8 a loaded tile is a KV tile.
 constexpr int kFp8Parts = KV_FP8 && !kFewRows && kKeyParts == 1 ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
@@ -196,8 +205,8 @@ struct Shared {
 #if Q_FP8
   alignas(1024) char transposed[kTransposedStages][kValueBytes];
 #elif KV_FP8
-  alignas(512) char fp8_keys[kFp8KeyStages][kLoadedTile * kKeyDim];
-  alignas(512) char fp8_values[kFp8ValueStages][kLoadedTile * kValueColumns];
+  alignas(512) char fp8_keys[kFp8KeyStages][kLoadedTile * stored_columns(kKeyDim)];
+  alignas(512) char fp8_values[kFp8ValueStages][kLoadedTile * stored_columns(kValueColumns)];
 #endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
 #if FEW_ROWS
@@ -245,6 +254,11 @@ struct Problem {
 #endif
 #if ALIBI
   bool has_cap;
+#endif
+#if PADDED
+  int head_dim_qk, head_dim_vo;  // columns of queries and keys, and of values; the columns after them are padding
+#else
+  static constexpr int head_dim_qk = kDimQk, head_dim_vo = kOutDim;
 #endif
 
   DEVICE bool split_kv() const { return !kSharedRows && (kFewRows || tile_rows * group <= kPackedRows); }
@@ -355,15 +369,18 @@ DEVICE void release_unit(Shared& shared) {
   if (threadIdx.x % 32 == 0) arrive(shared_address(&shared.unit_empty));
 }
 
-// The layout of a KV tile of DIM columns in shared memory, in bytes. Paged KV: groups of 8 tokens, each with all blocks
-// of columns, since a box has all DIM columns of its tokens. Ragged KV, which begins at any token: blocks of columns,
-// each with all tokens of the tile.
+// Whether a TMA box has all columns of its tokens. Otherwise it has one block of columns: of ragged KV, which begins at
+// any token, and of padded heads, whose last block ends before the others.
+constexpr bool kBoxHasAllColumns = PAGED && !PADDED;
+
+// The layout of a KV tile of DIM columns in shared memory, in bytes: groups of 8 tokens, each with all blocks of
+// columns, or blocks of columns, each with all tokens of the tile.
 template <int DIM, int TOKENS = kTile, int ROW_BYTES = kRowBytes, int BYTES = kElementBytes>
 struct TileLayout {
   static constexpr int kRow = ROW_BYTES;
-  static constexpr int kBlocks = DIM * BYTES / ROW_BYTES;               // blocks of columns
-  static constexpr int kGroup = PAGED ? kBlocks * 8 * kRow : 8 * kRow;  // from 8 tokens to the next 8
-  static constexpr int kColumn = PAGED ? 8 * kRow : TOKENS * kRow;      // from a block of columns to the next
+  static constexpr int kBlocks = (DIM * BYTES + ROW_BYTES - 1) / ROW_BYTES;     // blocks of columns
+  static constexpr int kGroup = kBoxHasAllColumns ? kBlocks * 8 * kRow : 8 * kRow;  // from 8 tokens to the next 8
+  static constexpr int kColumn = kBoxHasAllColumns ? 8 * kRow : TOKENS * kRow;  // from a block of columns to the next
 };
 
 // The layout of keys or values as producers load them.

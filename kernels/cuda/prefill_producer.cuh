@@ -34,7 +34,8 @@ DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& sh
   arrive(shared_address(&shared.unit_full));
 }
 
-constexpr int kValueChunks = kValueColumns * kLoadedBytes / 16;  // 16-byte chunks of the values of a token
+// 16-byte chunks of the values of a token, of whole rows: the swizzle permutes the chunks of a row.
+constexpr int kValueChunks = stored_columns(kValueColumns) * kLoadedBytes / 16;
 
 DEVICE void zero_chunk(uint32 values, int row, int chunk) {
   using Layout = LoadedLayout<kValueColumns>;
@@ -53,7 +54,7 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
 // One warp: sets the rows of a tile of values that are not in `seen`, the result of seen_tokens, to 0. These may be all
 // rows, since a mask may hide whole KV tiles.
 DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
-  static_assert(kValueChunks % 32 == 0 || 32 % kValueChunks == 0);
+  static_assert(!kCustomMask || kValueChunks % 32 == 0 || 32 % kValueChunks == 0);
 #pragma unroll 2
   for (int i = lane; i < kLoadedTile * kValueChunks; i += 32) {
     const int row = i / kValueChunks;
@@ -65,12 +66,13 @@ DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
 template <bool VALUES>
 struct LoadedTiles {
   static constexpr bool kRotated = ROPE && !KV_FP8 && !VALUES;  // converters rotate the keys in this ring
-  static constexpr int kDim = VALUES ? kValueColumns : kKeyDim, kBytes = kLoadedTile * kDim * kLoadedBytes;
+  static constexpr int kDim = VALUES ? kValueColumns : kKeyDim;
   static constexpr int kParts = VALUES ? 1 : kKeyParts;  // stages that a loaded tile takes
   static constexpr int kStages = KV_FP8 ? (VALUES ? kFp8ValueStages : kFp8KeyStages)
                                         : (VALUES ? kValueStages : kKeyStages);
   static constexpr int kFullBarriers = KV_FP8 || kRotated ? kStages : 2 * kStages;
   using Layout = LoadedLayout<kDim>;
+  static constexpr int kBytes = kLoadedTile * Layout::kBlocks * Layout::kRow;
 
   uint32 memory, full, empty;
 
@@ -112,6 +114,14 @@ struct PagedBoxes {
   uint32 following;  // page number of this lane's box of the following 32 boxes
 };
 
+// The coordinates of a block of columns in a tensor map. Blocks are a dimension of the map. The maps of padded heads
+// have one block: there a box begins at any column, and TMA writes zeros for the columns after the last.
+struct Columns {
+  int first, block;
+
+  DEVICE explicit Columns(int block) : first(PADDED ? block * kColumns : 0), block(PADDED ? 0 : block) {}
+};
+
 // One warp, of which one lane issues the loads: a tile of kLoadedTile tokens from token `first` on, and the columns of
 // a stage, from block `first_block` of columns on.
 template <class Layout>
@@ -121,7 +131,13 @@ DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, 
     const int groups = p.box / 8, groups_of_page = p.page_size / 8;
     for (int i = 0; i < kLoadedTile / 8; i += groups) {
       const int outer = __shfl_sync(~0u, boxes.outer, boxes.next++);
-      if (elect()) load_box(to + i * Layout::kGroup, source.map, 0, 0, first_block, boxes.group, outer, barrier);
+      if (elect())
+#pragma unroll
+        for (int block = 0; block < (kBoxHasAllColumns ? 1 : Layout::kBlocks); ++block) {
+          const Columns columns(first_block + block);
+          load_box(to + block * Layout::kColumn + i * Layout::kGroup, source.map, columns.first, 0, columns.block,
+                   boxes.group, outer, barrier);
+        }
       boxes.group += groups;
       if (boxes.group == groups_of_page) boxes.group = 0;
     }
@@ -130,9 +146,11 @@ DEVICE void load_tile(const Problem& p, const Source& source, const Unit& unit, 
     for (int i = 0; i < kLoadedTile / kRaggedBox; ++i) {
       const int token = first + i * kRaggedBox, row = token < unit.end ? unit.page_start + token : p.kv_rows;
 #pragma unroll
-      for (int block = 0; block < Layout::kBlocks; ++block)
-        load_box(to + block * Layout::kColumn + i * kRaggedBox * Layout::kRow, source.map, 0, row, first_block + block,
-                 unit.kv_head, barrier);
+      for (int block = 0; block < Layout::kBlocks; ++block) {
+        const Columns columns(first_block + block);
+        load_box(to + block * Layout::kColumn + i * kRaggedBox * Layout::kRow, source.map, columns.first, row,
+                 columns.block, unit.kv_head, barrier);
+      }
     }
   }
 }
@@ -232,6 +250,8 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   }
 }
 
+constexpr int kQueryColumnBlocks = stored_columns(kDimQk) / kColumns;
+
 // Queries in global memory.
 struct Queries {
   const TensorMap* map;
@@ -260,8 +280,10 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
     const char* row_from = exists ? from + (tile_row * q.stride_row + head * q.stride_head) * kElementBytes : q.first;
     const uint32 row_to = to + row / kPackedRows * kQueryBytes + row % kPackedRows / 8 * kGroupBytes + in_group;
 #pragma unroll
-    for (int column = 0; column < kDimQk / kColumns; ++column)
-      copy_chunk(row_to + column * kPackedRows * kRowBytes, exists ? row_from + column * kRowBytes : q.first, exists);
+    for (int block = 0; block < kQueryColumnBlocks; ++block) {
+      const bool copies = exists && (!PADDED || block * kColumns + chunk * 8 < p.head_dim_qk);
+      copy_chunk(row_to + block * kPackedRows * kRowBytes, copies ? row_from + block * kRowBytes : q.first, copies);
+    }
   }
   wait_for_chunks();
   fence_async_shared();
@@ -330,7 +352,9 @@ DEVICE void load_queries(const Problem& p, const Queries& q, const Unit& unit, u
     const int blocks = p.block_rows() / kPackedRows, row = unit.row + unit.first_row;
     arrive_expect(full, blocks * kQueryBytes);
     for (int i = 0; i < blocks; ++i)
-      load_box(to + i * kQueryBytes, q.map, 0, unit.kv_head * p.group, row + i * q.box_rows, 0, full);
+      for (int block = 0; block < (PADDED ? kQueryColumnBlocks : 1); ++block)
+        load_box(to + i * kQueryBytes + block * kPackedRows * kRowBytes, q.map, Columns(block).first,
+                 unit.kv_head * p.group, row + i * q.box_rows, 0, full);
   } else {
     if (exists) copy_queries(p, q, unit, to, thread);
     arrive(full);

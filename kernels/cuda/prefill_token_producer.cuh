@@ -17,6 +17,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
   using Tiles = LoadedTiles<VALUES>;
   using Layout = typename Tiles::Layout;
   constexpr int kOwnTokens = kLoadedTile / kTensorProducers;
+  const int end_byte = (VALUES ? p.head_dim_vo : p.head_dim_qk) * kLoadedBytes;  // of a padded head
   const Tiles tiles(shared);
   const FastDivide by_page(p.page_size);
   const int query_thread = threadIdx.x % kQueryThreads;
@@ -68,7 +69,8 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
               p, of_columns, groups, [&](int i) { return __shfl_sync(~0u, seen, i); });
         } else
 #endif
-          tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(p, of_columns, groups);
+          tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
+              p, of_columns, groups, [](int) { return ~0u; }, PADDED ? end_byte : Layout::kBlocks * Layout::kRow);
         arrive_after_chunks(tiles.full + stage % Tiles::kFullBarriers * 8);
       }
       tokens.advance(p);

@@ -62,9 +62,11 @@ struct TileTokens {
   // Copies BLOCKS * ROW_BYTES bytes of each token to a row of a swizzled tile. Writes zeros for tokens from the end on,
   // and for those of tokens 32 i to 32 i + 31 whose bits in `seen(i)` are 0. `group(g)` is the address of group g of 8
   // tokens; blocks of columns are BLOCK_BYTES apart. A row has kChunks chunks of 16 bytes, and kChunks lanes copy
-  // kChunks consecutive tokens. The warp reconverges first: diverged, it would issue each copy twice.
+  // kChunks consecutive tokens. Chunks from byte `end` of a token on are zeros. The warp reconverges first: diverged,
+  // it would issue each copy twice.
   template <int BLOCKS, int ROW_BYTES, int BLOCK_BYTES, class Problem, class Group, class Seen>
-  DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group, Seen seen) const {
+  DEVICE void copy_rows(const Problem& p, const TokenSource& from, Group group, Seen seen,
+                        int end = BLOCKS * ROW_BYTES) const {
     constexpr int kChunks = ROW_BYTES / 16, kAtOnce = ADDRESSES < kChunks ? ADDRESSES : kChunks;
     const int lane = threadIdx.x % 32, first_row = lane / kChunks * kChunks;
     const auto swizzle = [](int row) { return (row * ROW_BYTES / 128 & (kChunks - 1)) * 16; };
@@ -88,8 +90,11 @@ struct TileTokens {
           const char* from_row = reinterpret_cast<const char*>(addresses[j]);
           const uint32 to_row = (to ^ swizzle(row + j)) + (row + j) * ROW_BYTES;
 #pragma unroll
-          for (int block = 0; block < BLOCKS; ++block)
-            copy_chunk(to_row + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> (row + j) & 1);
+          for (int block = 0; block < BLOCKS; ++block) {
+            const bool in_row = block * ROW_BYTES + lane % kChunks * 16 < end;
+            copy_chunk(to_row + block * BLOCK_BYTES, from_row + block * ROW_BYTES,
+                       in_row && existing >> (row + j) & 1);
+          }
         }
       }
     }

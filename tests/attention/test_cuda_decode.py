@@ -21,7 +21,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.float16,),
     "out_dtype": (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float16),
     "heads": ((1, 1), (4, 4), (8, 1), (7, 1), (10, 2), (16, 1), (26, 2), (64, 8)),
-    "head_dims": ((64, 64),),
+    "head_dims": ((64, 64), (96, 96), (80, 80), (112, 112)),
     "kv_layout": ("HND",),
     "storage": ("fused", "padded"),
     "page_size": (32, 48, 64, 256),
@@ -50,7 +50,7 @@ FP8_AXES: dict[str, tuple[Any, ...]] = {
 FP8 = replace(BASE, kv_dtype=torch.float8_e4m3fn, kv_scale=(2.0, 0.25))
 ROPE = replace(BASE, pos_encoding="ROPE_LLAMA")
 ROPE_AXES: dict[str, tuple[Any, ...]] = {name: AXES[name] for name in AXES if name != "kv_scale"}
-ROPE_AXES |= {"rope": ((4.0, 5e5),)}
+ROPE_AXES |= {"rope": ((4.0, 5e5),), "head_dims": ((64, 64),)}
 CASES = [
     *one_at_a_time(BASE, AXES),
     *(replace(case, name=f"RoPE, {case.name}") for case in one_at_a_time(ROPE, ROPE_AXES)),

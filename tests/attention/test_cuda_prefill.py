@@ -130,6 +130,22 @@ CASES = [
     ),
 ]
 
+CASES += [
+    replace(BASE, name=f"{dims[0]}/{dims[1]}, {name}", head_dims=dims, **options)
+    for dims in ((96, 96), (80, 80), (112, 112), (96, 64), (192, 192), (160, 128), (240, 240))
+    for name, options in {
+        "causal": {},
+        "one KV head": {"heads": (7, 1), "causal": False},
+        "groups of 5 in pages of 64": {"heads": (10, 2), "page_size": 64, "kv_layout": "HND"},
+        "window": {"dtype": torch.float16, "window_left": 100, "storage": "padded"},
+        "few and no keys": {"kv_lens": (5, 0, 33, 1, 1, 60), "out_dtype": torch.float8_e4m3fn},
+        "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
+        "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
+        "alternating warpgroups, split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
+    }.items()
+]
+"""Heads of fewer columns than their kernels have."""
+
 FP8: tuple[dict[str, Any], ...] = (
     {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 3.0)},
     {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
@@ -172,7 +188,7 @@ CASES += [
 
 CASES += [
     replace(BASE, name=f"ALiBi {dims[0]}, {name}", head_dims=dims, pos_encoding="ALIBI", **options)
-    for dims in ((128, 128), (64, 64))
+    for dims in ((128, 128), (64, 64), (256, 256))
     for name, options in {
         "causal": {},
         "not causal": {"causal": False, "dtype": torch.float16, "heads": (12, 3)},
@@ -197,7 +213,7 @@ CASES += [
 
 CASES += [
     replace(case, name=f"FP8 KV, {case}", **FP8[i % 2])
-    for i, case in enumerate(c for c in CASES if c.pos_encoding == "ROPE_LLAMA" and c.masked is None)
+    for i, case in enumerate(c for c in CASES if c.pos_encoding != "NONE" and c.masked is None)
 ]
 
 BY_TOKENS = [

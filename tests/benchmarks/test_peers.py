@@ -39,10 +39,12 @@ def test_flash_attn_is_called_as_its_functions_are_defined(
 
 def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """This library has functions and wrappers of the same names and arguments."""
-    for module in (peers, decode_peers, mla_peers, prefill_peers, small_ops):
+    for module in (peers, mla_peers, small_ops):
         monkeypatch.setattr(
             module, "flashinfer", lambda name="": importlib.import_module(f"attn_ops.{name}" if name else "attn_ops")
         )
+    heads = {(SMALL.head_dim, SMALL.head_dim), (STEP.head_dim, STEP.head_dim_vo)}
+    monkeypatch.setattr(peers, "FLASHINFER_HEAD_DIMS", heads)
     wrapper = decode_peers.flashinfer_wrapper(use_tensor_cores=True)
     for layout in ("NHD", "HND"):
         p = DecodeProblem(replace(SMALL, layout=layout), device="cpu")
@@ -79,10 +81,16 @@ def test_flashinfer_is_called_as_its_functions_are_defined(monkeypatch: pytest.M
             prepare("fa3")(cache)
 
 
+def test_flashinfer_is_measured_with_the_heads_of_its_tests() -> None:
+    with pytest.raises(NotMeasuredError, match="its tests have no heads of this size"):
+        peers.flashinfer_with(96, 96)
+    assert not any(96 in options for _, options in modules())
+
+
 def test_every_module_to_build_is_of_some_kind() -> None:
     found = set(modules())
     assert {kind(module) for module in found} == set(KINDS)
-    assert len(found) <= 60
+    assert len(found) <= 62
 
 
 def test_modules_of_fp8_queries_and_of_several_rows_are_built() -> None:

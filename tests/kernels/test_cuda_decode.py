@@ -35,7 +35,7 @@ KEYS = list(decode.SPECIALIZATIONS)
 @pytest.mark.parametrize("key", [key for key in KEYS if key[3] == torch.float16], ids=str)
 def test_sizes_are_those_of_the_source(key: DecodeKey) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
-    (dim, kv_heads, packed_rows, _, fp8, rope), one = key, decode.SPECIALIZATIONS[key]
+    (dim, kv_heads, packed_rows, _, fp8, rope, _), one = key, decode.SPECIALIZATIONS[key]
     expected = {
         "sizeof(Shared)": -(-decode.shared_bytes(key) // 1024) * 1024,
         "kTile": decode.tile_tokens(dim, kv_heads, fp8 is not None),
@@ -65,7 +65,7 @@ def test_one_cta_fits_on_an_sm_and_nothing_is_spilled(key: DecodeKey) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_kv_tile_takes_the_products_of_its_packed_rows(key: DecodeKey) -> None:
     """Of a consumer warp. No product waits for the one before it, and nothing is spilled in the mainloop."""
-    (dim, kv_heads, packed_rows, _, fp8, _), code = key, disassembly(decode.SPECIALIZATIONS[key])
+    (dim, kv_heads, packed_rows, _, fp8, *_), code = key, disassembly(decode.SPECIALIZATIONS[key])
     tokens = decode.tile_tokens(dim, kv_heads, fp8 is not None)
     products = [m.start() for m in re.finditer(r"\bHGMMA\.64x(\d+)x16", code)]
     assert set(re.findall(r"\bHGMMA\.64x(\d+)x16", code)) == {str(packed_rows)}
@@ -147,6 +147,11 @@ TAKEN: list[tuple[dict[str, Any], tuple[Any, ...] | list[tuple[Any, ...]]]] = [
     ({"page_size": 272}, (128, 1, 8, BF16, None)),
     ({"out_dtype": E4M3, "options": tuple(sorted(unsupported.CUDA_DECODE_OPTIONS))}, (128, 1, 8, BF16, None)),
     ({"context_ranks": 2}, (128, 1, 8, BF16, None)),
+    ({"head_dim_qk": 96, "head_dim_vo": 96}, (128, 1, 8, BF16, None, False, True)),
+    (
+        {"head_dim_qk": 80, "head_dim_vo": 80, "kv_dtype": E4M3},
+        [(128, 1, 8, F16, E4M3, False, True), (128, 2, 8, F16, E4M3, False, True)],
+    ),
     (ROPE, (128, 1, 8, BF16, None, True)),
     (ROPE | {"dtype": F16, "kv_dtype": F16, "head_dim_qk": 64, "head_dim_vo": 64}, (64, 2, 8, F16, None, True)),
 ]
@@ -166,7 +171,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
     ({"kv_dtype": torch.float16}, "the cache is torch.float16, neither torch.bfloat16 nor FP8"),
-    ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
+    ({"head_dim_qk": 72, "head_dim_vo": 72}, "head dimensions 72 and 72 have no tile"),
+    ({"head_dim_qk": 256, "head_dim_vo": 256}, "head dimensions 256 and 256 have no tile"),
+    (ROPE | {"head_dim_qk": 96, "head_dim_vo": 96}, "it does not implement RoPE with head dimension 96"),
     ({"head_dim_qk": 128, "head_dim_vo": 64}, "head dimensions 128 and 64 have no tile"),
     ({"page_size": 12}, "pages of 12 tokens are not multiples of 16"),
     ({"page_size": 24}, "pages of 24 tokens are not multiples of 16"),

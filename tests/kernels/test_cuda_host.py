@@ -26,6 +26,7 @@ from helpers.harness import Setup
 from helpers.hostile_plans import random_plan
 from helpers.masks import pack, truncated
 
+from attn_ops.ops.cuda_kernels import padded_prefill_head_dims
 from attn_ops.plan.state import WORK_FIELDS, PrefillPlan
 
 merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
@@ -112,6 +113,17 @@ PREFILL = [
     ("prefill", _case("512, few rows, mask", **OF_512 | FEW_512 | {"causal": False}, masked=0.5, page_size=24)),
     ("ragged", _case("ragged, 512, few rows", **OF_512 | FEW_512, out_dtype=torch.float32)),
     ("prefill", _case("mask in place of causal", **ENDS, masked="causal", page_size=64)),
+    ("prefill", _case("96", head_dims=(96, 96), causal=True, padding=3, spare_batch=2, storage="padded")),
+    ("prefill", _case("80, splits", head_dims=(80, 80), **SPLIT, sinks=1.0, page_size=64, kv_layout="HND")),
+    ("prefill", _case("72, odd group", head_dims=(72, 72), heads=(6, 2), window_left=33, page_size=8)),
+    ("prefill", _case("112, FP8 output", head_dims=(112, 112), out_dtype=torch.float8_e4m3fn, causal=True)),
+    ("prefill", _case("96/64, cap", head_dims=(96, 64), **LONGER, causal=True, logits_soft_cap=5.0)),
+    ("prefill", _case("192, splits", head_dims=(192, 192), heads=(4, 2), **SPLIT, window_left=300)),
+    ("prefill", _case("160/128", head_dims=(160, 128), heads=(4, 2), causal=True, dtype=torch.float16)),
+    ("ragged", _case("ragged, 80", head_dims=(80, 80), causal=True, storage="padded", out_dtype=torch.float32)),
+    ("ragged", _case("ragged, 128/96", head_dims=(128, 96), **LONGER, causal=True, kv_layout="HND")),
+    ("ragged", _case("ragged, 176", head_dims=(176, 176), heads=(4, 2), window_left=40, window_right=3)),
+    ("ragged", _case("ragged, 240", head_dims=(240, 240), heads=(4, 2), **LONGER, causal=True, sinks=1.0)),
 ]
 
 FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}
@@ -119,7 +131,7 @@ FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.2
 FP8_PREFILL = [
     (kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV)))
     for i, (kind, case) in enumerate(PREFILL)
-    if case.head_dims in prefill.KV_FP8_TILES
+    if case.head_dims in prefill.KV_FP8_TILES or padded_prefill_head_dims(case.head_dims, 1)
 ]
 """The same cases with FP8 keys and values."""
 
@@ -150,8 +162,10 @@ BY_TOKENS = [
 @pytest.mark.parametrize("seed", range(len(PREFILL)), ids=[case.name for _, case in PREFILL])
 def test_prefill(seed: int) -> None:
     host = Host(sms=3, seed=seed)
-    attend(*PREFILL[seed], host)
-    assert len(host.launched) == 1
+    kind, case = PREFILL[seed]
+    attend(kind, case, host)
+    (name,) = host.launched
+    assert ("PADDED=1" in name) == (case.head_dims not in prefill.TILES)
 
 
 @pytest.mark.parametrize("seed", range(len(FP8_PREFILL)), ids=[case.name for _, case in FP8_PREFILL])

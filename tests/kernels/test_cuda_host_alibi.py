@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kern
 from attn_ops.kernels.cuda import prefill
 from helpers.cases import Case
 from helpers.cuda_host import Fault, Host, needs_a_compiler
-from helpers.cuda_host.calls import SPLIT, attend
+from helpers.cuda_host.calls import FP8_KV, SPLIT, attend
 from helpers.cuda_host.calls import prefill_case as _case
 from helpers.harness import Setup
 from helpers.oracle import alibi_slopes
@@ -22,6 +23,8 @@ pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 ALIBI: dict[str, Any] = {"pos_encoding": "ALIBI", "causal": True}
 MASK: dict[str, Any] = {"pos_encoding": "ALIBI", "causal": False, "masked": 0.4}
 OF_64: dict[str, Any] = {"head_dims": (64, 64)}
+OF_256: dict[str, Any] = {"head_dims": (256, 256), "heads": (4, 2)}
+FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (-2.0, 2.0**-120)}
 
 CASES = [
     ("prefill", _case("causal", **ALIBI)),
@@ -50,6 +53,13 @@ CASES = [
     ("ragged", _case("ragged", **ALIBI, storage="padded", planner={"tile_rows": 32})),
     ("ragged", _case("ragged, window", **ALIBI, window_left=40, heads=(6, 2), kv_layout="HND")),
     ("ragged", _case("ragged, 64", **ALIBI | OF_64, dtype=torch.float16, out_dtype=torch.float32)),
+    ("prefill", _case("256, window", **ALIBI | OF_256, window_left=33, page_size=8)),
+    ("prefill", _case("256, splits, mask", **MASK | OF_256 | SPLIT | {"causal": False}, sinks=1.0)),
+    ("ragged", _case("ragged, 256", **ALIBI | OF_256, dtype=torch.float16, logits_soft_cap=5.0)),
+]
+CASES += [
+    (kind, replace(case, name=f"{case}, FP8", **(FP8_KV if i % 2 else FP8_E5M2)))
+    for i, (kind, case) in enumerate(case for case in CASES if case[1].masked is None)
 ]
 
 

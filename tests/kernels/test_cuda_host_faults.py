@@ -349,6 +349,45 @@ WIDE_FAULTS = {
 """Of heads of 512."""
 
 
+QUERY_CHUNK = (
+    "copy_chunk(row_to + block * kPackedRows * kRowBytes, copies ? row_from + block * kRowBytes : q.first, copies);"
+)
+QUERY_BOX = """load_box(to + i * kQueryBytes + block * kPackedRows * kRowBytes, q.map, Columns(block).first,
+                 unit.kv_head * p.group, row + i * q.box_rows, 0, full);"""
+KV_BOX = """load_box(to + block * Layout::kColumn + i * Layout::kGroup, source.map, columns.first, 0, columns.block,
+                   boxes.group, outer, barrier);"""
+ZERO_ROW = "zero_chunk(values, i / kValueChunks, i % kValueChunks);"
+STORED_VECTOR = "if (exists[r] && of_row.has(first_column + 8 * (i + threadIdx.x % 4))) to[i] = chunk;"
+STORED_ROWS = (
+    "store_as<kFewRows ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, first_column, of_row, to_row, exists);"
+)
+COPIED_TOKENS = """tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
+              p, of_columns, groups, [](int) { return ~0u; }, PADDED ? end_byte : Layout::kBlocks * Layout::kRow);"""
+PADDED_FAULTS = {
+    "columns of the next head in queries": Planted(
+        Fault(QUERY_CHUNK, QUERY_CHUNK.replace("copies", "exists")), "differs|outside", case="odd group"
+    ),
+    "a box of queries begins at another column": Planted(
+        Fault(QUERY_BOX, QUERY_BOX.replace("Columns(block)", "Columns(0)")), "differs"
+    ),
+    "a box of keys or values begins at another column": Planted(
+        Fault(KV_BOX, KV_BOX.replace("columns.first", "0")), "differs"
+    ),
+    "zeros in a part of a swizzled row": Planted(
+        Fault(ZERO_ROW, f"if (i % kValueChunks * 8 < kValueColumns) {ZERO_ROW}"),
+        "differs",
+    ),
+    "columns after the last are stored": Planted(
+        Fault(STORED_VECTOR, "if (exists[r]) to[i] = chunk;"), "differs|outside|race"
+    ),
+    "rows of the output as wide as the kernel": Planted(
+        Fault(STORED_ROWS, STORED_ROWS.replace("of_row", "FullRow<kOutDim>{}")), "differs|outside"
+    ),
+    "tokens copied to the end of the row": Planted(
+        Fault(COPIED_TOKENS, COPIED_TOKENS.replace("PADDED ? end_byte : ", "")), "differs|outside", case="by tokens"
+    ),
+}
+
 MASK_FAULTS = {
     "no bits of the requests before": Planted(
         Fault(
@@ -440,6 +479,19 @@ def test_faults_of_wide_heads_are_noticed(name: str) -> None:
     for case in [WIDE_FAULTS[name].case] if name else cases:
         with noticed(WIDE_FAULTS, name):
             attend("prefill", cases[case], host_with(WIDE_FAULTS, name))
+
+
+@pytest.mark.parametrize("name", ["", *PADDED_FAULTS])
+def test_faults_of_padded_heads_are_noticed(name: str) -> None:
+    sizes: dict[str, Any] = {"kv_lens": (280, 70), "qo_lens": (70, 33), "head_dims": (80, 80), "storage": "padded"}
+    cases = {
+        "": prefill_case("padded", **sizes, heads=(4, 2)),
+        "odd group": prefill_case("padded, odd group", **sizes, heads=(3, 1)),
+        "by tokens": prefill_case("padded, by tokens", **sizes, heads=(4, 2), page_size=3),
+    }
+    for case in [PADDED_FAULTS[name].case] if name else cases:
+        with noticed(PADDED_FAULTS, name):
+            attend("prefill", cases[case], host_with(PADDED_FAULTS, name))
 
 
 @pytest.mark.parametrize("name", ["", *MASK_FAULTS])

@@ -15,7 +15,7 @@ from attn_ops.kernels.cuda import compile as compile_module
 from attn_ops.kernels.cuda import kernel as kernel_module
 from attn_ops.kernels.cuda import prefill
 from attn_ops.kernels.cuda.kernel import Specialization
-from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES, box_of_pages, row_columns
+from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES, Columns, box_of_pages
 from attn_ops.kernels.triton import prefill_call
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
@@ -215,8 +215,28 @@ def test_a_split_begins_with_a_box_of_pages(page_size: int) -> None:
 
 
 def test_a_row_in_shared_memory_is_no_wider_than_a_head() -> None:
-    assert [row_columns(torch.zeros(1, dim).half()) for dim in (32, 64, 192)] == [32, 64, 64]
-    assert [row_columns(torch.zeros(1, dim).to(torch.float8_e4m3fn)) for dim in (64, 128, 256)] == [64, 128, 128]
+    assert [Columns.of(torch.zeros(1, dim).half()).box for dim in (32, 64, 192)] == [32, 64, 64]
+    assert [Columns.of(torch.zeros(1, dim).to(E4M3)).box for dim in (64, 128, 256)] == [64, 128, 128]
+
+
+@pytest.mark.parametrize("dim", [40, 72, 96, 120, 160, 192])
+def test_boxes_of_padded_heads_begin_at_any_column(dim: int) -> None:
+    """The dimension of columns has those of a head, so that TMA writes zeros for the others."""
+    cache, ragged = _numbered(PAGES, PAGE_SIZE, HEADS, dim), _numbered(77, HEADS, dim)
+    paged, page_step, head_step = prefill.paged_map(cache, cache.stride()[:3], HEADS, PAGE_SIZE, 24, padded=True)
+    of_tokens, _, of_head = prefill.ragged_map(
+        ragged, (0, ragged.stride(0), ragged.stride(1)), HEADS, 77, 64, ROW_BYTES, True
+    )
+    queries = prefill.query_map(_numbered(70, 8, dim), 4, padded=True)
+    assert (paged.box, of_tokens.box, queries.box) == ((1, 3, 1, 8, 64), (1, 1, 64, 64), (1, 16, 4, 64))
+    for one in (paged, of_tokens, queries):
+        assert _is_valid(one)
+        assert one.shape[-1] == dim
+    for head in range(HEADS):
+        assert torch.equal(tensor_of_map(of_tokens)[head * of_head, 0], ragged[:, head])
+        for page in range(PAGES):
+            of_page = tensor_of_map(paged)[page * page_step + head * head_step]  # groups, 1, 8 tokens, columns
+            assert torch.equal(of_page.reshape(PAGE_SIZE, dim), cache[page, :, head])
 
 
 @pytest.fixture(scope="module")
@@ -365,12 +385,20 @@ def _loads(problem: Problem) -> str:
     return "ragged" if problem.page_size == 0 else "tokens" if problem.page_size % 8 else "pages"
 
 
+PADDED = {
+    **dict.fromkeys(((72, 72), (80, 80), (96, 96), (96, 64), (80, 16)), (96, 96)),
+    **dict.fromkeys(((104, 104), (112, 112), (128, 96), (64, 128)), (128, 128)),
+    **dict.fromkeys(((136, 136), (160, 160), (192, 192), (160, 128), (128, 192)), (192, 192)),
+    **dict.fromkeys(((200, 200), (256, 192), (64, 256)), (256, 256)),
+}
+"""Head dims -> those of the kernel that pads them."""
+
 TAKEN: list[dict[str, Any]] = [
     {},
     {"op": "ragged_prefill", "page_size": 0},
     {"op": "ragged_prefill", "page_size": 0, "layout": MemoryLayout(joinable=False)},
     {"op": "single_prefill", "page_size": 0, "dtype": torch.float16, "kv_dtype": torch.float16},
-    *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.TILES),
+    *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in (*prefill.TILES, *PADDED)),
     {"op": "block_sparse_prefill", "head_dim_qk": 512, "head_dim_vo": 512, "page_size": 4, "options": ("mask",)},
     {"page_size": 8},
     {"page_size": 264},
@@ -405,7 +433,9 @@ FP8_TAKEN: list[dict[str, Any]] = [
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS | {"kv_scale"}))},
     OF_512,
     OF_512 | {"op": "ragged_prefill", "page_size": 0},
+    *({"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in PADDED if not dims[0] % 16 and not dims[1] % 16),
     *(ROPE | {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "page_size": 1} for dims in prefill.KV_FP8_ROPE_TILES),
+    *(ALIBI | {"head_dim_qk": dims[0], "head_dim_vo": dims[1]} for dims in prefill.KV_FP8_ALIBI_TILES),
 ]
 
 
@@ -414,11 +444,19 @@ def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Speciali
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == []
     dims, masked, encoding = (problem.head_dim_qk, problem.head_dim_vo), "mask" in problem.options, problem.pos_encoding
-    key = PrefillKey(*dims, _loads(problem), problem.dtype, True, custom_mask=masked, pos_encoding=encoding)
+    key = PrefillKey(
+        *PADDED.get(dims, dims),
+        _loads(problem),
+        problem.dtype,
+        True,
+        custom_mask=masked,
+        pos_encoding=encoding,
+        padded=dims in PADDED,
+    )
     keys = [key]
     if dims == (512, 512):
         keys.append(key._replace(rows="few"))
-    elif encoding == "NONE" and key.loads != "ragged":
+    elif dims not in PADDED and encoding == "NONE" and key.loads != "ragged":
         keys.append(key._replace(rows="few", dtype=torch.float16))
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
@@ -427,12 +465,13 @@ FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
     ({"kv_dtype": torch.bfloat16}, "the cache is torch.bfloat16, not FP8"),
     ({"dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
-    ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
+    ({"head_dim_qk": 72, "head_dim_vo": 72}, "head dimensions 72 and 72 have no tile"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
     (ROPE | OF_512, "head dimensions 512 and 512 have no tile with RoPE"),
     (ROPE | {"options": ("mask", "pos_encoding")}, "it does not implement mask with RoPE and an FP8 cache"),
-    (ALIBI, "it does not implement pos_encoding"),
+    (ALIBI | OF_512, "head dimensions 512 and 512 have no tile with ALiBi"),
+    (ALIBI | {"options": ("mask", "pos_encoding")}, "it does not implement mask with ALiBi and an FP8 cache"),
 ]
 
 
@@ -483,7 +522,15 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     assert unsupported.cuda_prefill(problem) == []
     dims = problem.head_dim_qk, problem.head_dim_vo
     masked, encoding = "mask" in problem.options, problem.pos_encoding
-    key = PrefillKey(*dims, _loads(problem), problem.dtype, False, custom_mask=masked, pos_encoding=encoding)
+    key = PrefillKey(
+        *PADDED.get(dims, dims),
+        _loads(problem),
+        problem.dtype,
+        False,
+        custom_mask=masked,
+        pos_encoding=encoding,
+        padded=dims in PADDED,
+    )
     plain = not masked and encoding == "NONE"
     rows = ["any", *["few"] * (dims == (512, 512)), *["many"] * (dims == (128, 128) and plain)]
     keys = [key._replace(rows=one) for one in rows]
@@ -494,14 +541,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"device": torch.device("cpu")}, "it runs on cuda, not cpu"),
     ({"kv_dtype": torch.float8_e4m3fn}, "the cache is torch.float8_e4m3fn"),
     ({"dtype": torch.float32, "kv_dtype": torch.float32}, "torch.float32 is not a 16-bit dtype"),
-    ({"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile"),
-    ({"head_dim_qk": 192, "head_dim_vo": 192}, "head dimensions 192 and 192 have no tile"),
+    ({"head_dim_qk": 48, "head_dim_vo": 48}, "head dimensions 48 and 48 have no tile"),
+    ({"head_dim_qk": 100, "head_dim_vo": 100}, "head dimensions 100 and 100 have no tile"),
     ({"head_dim_qk": 512, "head_dim_vo": 256}, "head dimensions 512 and 256 have no tile"),
+    ({"head_dim_qk": 96, "head_dim_vo": 96, "options": ("mask",)}, "head dimensions 96 and 96 have no tile with mask"),
+    (ROPE | {"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile with RoPE"),
     (ROPE | OF_512, "head dimensions 512 and 512 have no tile with RoPE"),
     (ALIBI | OF_512, "head dimensions 512 and 512 have no tile with ALiBi"),
     (ROPE | {"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile with RoPE"),
     (ROPE | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
-    (ALIBI | {"head_dim_qk": 256, "head_dim_vo": 256}, "head dimensions 256 and 256 have no tile with ALiBi"),
+    (ALIBI | {"head_dim_qk": 192}, "head dimensions 192 and 128 have no tile with ALiBi"),
     (ALIBI | {"context_ranks": 2}, "it does not implement pos_encoding on the keys of one rank"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"num_qo_heads": 32769, "num_kv_heads": 1}, "it needs at most 32768 query heads per KV head"),

@@ -30,12 +30,12 @@ def noticed(table: Mapping[str, Planted], name: str) -> contextlib.AbstractConte
     return pytest.raises(AssertionError, match=table[name].message) if name else contextlib.nullcontext()
 
 
+COPIED_CHUNK = """copy_chunk(to_row + block * BLOCK_BYTES, from_row + block * ROW_BYTES,
+                       in_row && existing >> (row + j) & 1);"""
+
 TOKEN_FAULTS = {
     "another place": Planted(
-        Fault(
-            "copy_chunk(to_row + block * BLOCK_BYTES, from_row + block * ROW_BYTES, existing >> (row + j) & 1);",
-            "copy_chunk(to_row + block * BLOCK_BYTES ^ 16, from_row + block * ROW_BYTES, existing >> (row + j) & 1);",
-        ),
+        Fault(COPIED_CHUNK, COPIED_CHUNK.replace("BLOCK_BYTES,", "BLOCK_BYTES ^ 16,")),
         "differs",
     ),
     "the address of another row": Planted(

@@ -1,6 +1,7 @@
 // Copies by the async proxy: TMA loads, and bulk stores.
 #include "machine.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace host {
@@ -11,6 +12,12 @@ int bytes_of_box(const Map& map) {
   std::int64_t bytes = map.strides[0];
   for (int d = 0; d < map.rank; ++d) bytes *= map.box[d];
   return int(bytes);
+}
+
+// Bytes of a row of the box, along its innermost dimension, that are inside of the tensor.
+int bytes_inside(const Load& load) {
+  const Map& map = load.map;
+  return int(std::clamp(map.shape[0] - load.coordinates[0], 0, map.box[0]) * map.strides[0]);
 }
 
 // Calls `row(from, number)` for each row of the box along its innermost dimension; `from` is null outside of the tensor.
@@ -37,16 +44,15 @@ void for_each_row(const Load& load, Row row) {
 
 void land(const Load& load) {
   const Map& map = load.map;
-  const int row_bytes = int(map.box[0] * map.strides[0]), chunk = std::min(row_bytes, 16);
+  const int row_bytes = int(map.box[0] * map.strides[0]), chunk = std::min(row_bytes, 16), inside = bytes_inside(load);
   for (const auto& [cta, barrier] : load.to) {
     if (!cta->running) fail("a CTA of the cluster may end before a load to it, onto the " + describe(*barrier));
     for_each_row(load, [&](const char* from, int number) {
       for (int i = 0; i < row_bytes; i += chunk) {
         const std::uint32_t to = swizzled(kSharedBase + load.offset + number * row_bytes + i, map.swizzle) - kSharedBase;
-        if (from)
-          std::memcpy(cta->shared.begin + to, from + i, chunk);
-        else
-          std::memset(cta->shared.begin + to, 0, chunk);
+        const int read = from ? std::clamp(inside - i, 0, chunk) : 0;
+        std::memcpy(cta->shared.begin + to, from + i, read);
+        std::memset(cta->shared.begin + to + read, 0, chunk - read);
       }
     });
     barrier->bytes -= bytes_of_box(map);
@@ -61,10 +67,10 @@ void load_box(std::uint32_t mask, std::uint32_t to, const void* map, const int* 
   std::memcpy(&load.map, map, sizeof load.map);
   if (load.map.rank != rank) fail("a load of another rank than its map's, or through a map of no elements, " + at(pc));
   std::copy_n(coordinates, rank, load.coordinates);
-  if (load.coordinates[0] < 0 || load.coordinates[0] + load.map.box[0] > load.map.shape[0])
-    fail("a load beyond the innermost dimension, " + at(pc));
+  if (load.coordinates[0] < 0) fail("a load before the innermost dimension, " + at(pc));
+  const int inside = bytes_inside(load);
   for_each_row(load, [&](const char* from, int) {
-    if (from) check_ended(region_of(from, load.map.box[0] * load.map.strides[0], false, pc), false, pc);
+    if (from && inside) check_ended(region_of(from, inside, false, pc), false, pc);
   });
   cta_of(to, &load.offset);
   const int bytes = bytes_of_box(load.map);
