@@ -5,15 +5,12 @@ FlashInfer's names and arguments; shapes and meaning as in the user guide (docs/
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall
-from attn_ops.eager.prepared_call import OpCall, prepared, prepared_function
+from attn_ops.eager.prepared_call import MappedCall, prepared, prepared_function
 from attn_ops.errors import PlanError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
 from attn_ops.frontend.base import graph_buffers
@@ -27,7 +24,6 @@ from attn_ops.frontend.plan_spec import splitting
 from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.ops.options import FP8
@@ -51,21 +47,9 @@ __all__ = [
 ]
 
 
-class _OneRow(NamedTuple):
-    """A call with one query row. Its LSE is ``[num_qo_heads]``, without a dimension of rows."""
-
-    call: AttentionCall | FoundCall
-
-    def execute(self) -> Any:
-        return _first_row(None, *self.call.execute())
-
-    def op_call(self) -> OpCall:
-        found = self.call.op_call()
-        return found._replace(finalize=functools.partial(_first_row, found.finalize), destinations=None)
-
-
-def _first_row(finalize: Callable[..., Any] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = (out, lse) if finalize is None else finalize(out, lse)
+def _without_rows(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The result of a call with one query row, with the LSE ``[num_qo_heads]``, without a dimension of rows."""
+    out, lse = result
     return out, lse[0]
 
 
@@ -114,7 +98,7 @@ def single_decode_with_kv_cache(
     scales = ScaleFactors.of_tensors(q_scale, k_scale, v_scale)
     output = OutputSpec(return_lse=return_lse, rows_shape=())
     call = dense_call(where, (q, k, v), options, output, scales, kv_layout=layout(where, kv_layout))
-    return _OneRow(call) if return_lse else call
+    return MappedCall(call, _without_rows) if return_lse else call
 
 
 class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
@@ -299,7 +283,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         )
         pages = PageTable.of(where, indptr, indices, last_page_len, qo_indptr)
         given = attention_options(where, **options)._replace(causal=spec.causal)
-        general = needs_general_decode(dtypes.computed, dtypes.kv, given.pos_encoding)
+        general = needs_general_decode(dtypes.computed, dtypes.kv, given.pos_encoding, head_dim)
         spec = spec._replace(general_decode=decode and general, fp8_decode=decode and dtypes.kv in FP8)
         return Batch("batch_decode" if decode else "batch_prefill", pages, spec, given, dtypes)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import Executable, prepared_function
+from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
 from attn_ops.frontend.flash import arguments
@@ -33,7 +33,6 @@ from attn_ops.frontend.flash.calls import (
     DENSE_CACHE,
     PAGED_CACHE,
     VARLEN,
-    ProbabilitiesCall,
     Result,
     check_heads,
     dense_attention,
@@ -41,9 +40,10 @@ from attn_ops.frontend.flash.calls import (
     unpack,
     unpack_qkv,
     varlen_attention,
+    with_probabilities,
 )
 from attn_ops.frontend.flash.metadata import SchedulerMetadata
-from attn_ops.frontend.flash.padded import SpreadCall, Used
+from attn_ops.frontend.flash.padded import Used
 from attn_ops.frontend.flash.plan_spec import cache_spec, runs_decode
 from attn_ops.frontend.flash.rotary import Rotary, rotate
 from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
@@ -146,7 +146,7 @@ def flash_attn_func(
     descales = arguments.Descales(q_descale, k_descale, v_descale)
     chunk = arguments.chunk_of(where, attention_chunk)
     call = dense_attention(where, q, k, v, options, descales, return_lse, out, qv=qv, chunk=chunk)
-    return ProbabilitiesCall(call) if return_attn_probs else call
+    return with_probabilities(call) if return_attn_probs else call
 
 
 @typed
@@ -265,8 +265,8 @@ def flash_attn_varlen_func(
             qv=qv,
             chunk=chunk,
         )
-    result: Executable = call if rows is None else SpreadCall(call, rows, return_lse, out)
-    return ProbabilitiesCall(result) if return_attn_probs else result
+    result = call if rows is None else rows.spread_call(call)
+    return with_probabilities(result) if return_attn_probs else result
 
 
 @typed

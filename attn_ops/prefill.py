@@ -44,7 +44,7 @@ from attn_ops.frontend.scales import Scale, ScaleFactors
 from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.typed import flags, typed
@@ -149,13 +149,12 @@ def single_prefill_call(
 ) -> AttentionCall | FoundCall:
     """The call of one request. ``options`` are the arguments of :func:`attention_options`."""
     given = attention_options(where, **options)
-    kv_dim = 0 if layout(where, kv_layout) == "NHD" else 1
+    token = DENSE_DIMS[layout(where, kv_layout)].token
     check_dense(where, q, k, v)
-    _check_mask_shape(where, custom_mask, q.shape[0], k.shape[kv_dim])
-    mask = packed_single_mask(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[kv_dim], q.device)
+    _check_mask_shape(where, custom_mask, q.shape[0], k.shape[token])
+    mask = packed_single_mask(where, custom_mask, packed_custom_mask, q.shape[0], k.shape[token], q.device)
     given = given._replace(mask=mask)
-    backend = own_backend(backend)
-    return dense_call(where, (q, k, v), given, output, scales, kv_layout=kv_layout, backend=backend)
+    return dense_call(where, (q, k, v), given, output, scales, kv_layout=kv_layout, backend=own_backend(backend))
 
 
 def _check_mask_shape(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def holds(condition: Any) -> bool:
     return True
 
 
+def agree(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes that a call requires to be equal are; see :func:`holds`."""
+    return len(shape) == len(other) and all(holds(a == b) for a, b in zip(shape, other, strict=True))
+
+
 def statically_known_true(condition: Any) -> bool:
     """Whether ``condition`` holds for all symbolic sizes of the graph, without a guard."""
     if _is_plain(condition):
@@ -67,6 +73,12 @@ def at_most(size: int, most: int) -> int:
 def at_least(size: int, least: int) -> int:
     """``max(size, least)``, without a guard on symbols."""
     return max(size, least) if type(size) is int and type(least) is int else torch.sym_max(size, least)
+
+
+def may_be_one(size: int) -> bool:
+    """Whether contents of tensors decide if ``size``, of a graph that is being lowered, is 1. No guard is added."""
+    unbacked = isinstance(size, torch.SymInt) and _guards().has_free_unbacked_symbols(size)
+    return unbacked and not statically_known_true(size != 1)
 
 
 def any_zero(*sizes: int) -> bool:

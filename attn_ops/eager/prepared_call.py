@@ -292,6 +292,19 @@ class OpCall(NamedTuple):
     def op_call(self) -> OpCall:
         return self
 
+    def then(self, function: Callable[[Any], Any], *, repeatable: bool = True) -> OpCall:
+        """The call whose result is ``function`` of the result of this call, which has a ``finalize``.
+
+        ``repeatable``: whether ``function`` depends on that result alone, and keeps no tensor.
+        """
+        finalize = self.finalize
+        assert finalize is not None
+        return self._replace(
+            finalize=lambda *outputs: function(finalize(*outputs)),
+            destinations=None,
+            repeatable=self.repeatable and repeatable,
+        )
+
     def is_complete(self) -> bool:
         """Whether ``args`` are the op's positional arguments, and the dispatcher passes them on as they are."""
         positional = {name: a for name, a in _arguments_of(self.op).items() if a.positional}
@@ -333,6 +346,20 @@ class Executable(Protocol):
     def execute(self) -> Any: ...
 
     def op_call(self) -> OpCall: ...
+
+
+class MappedCall(NamedTuple):
+    """A call whose result is ``function`` of the result of ``call``. ``repeatable``: as for :meth:`OpCall.then`."""
+
+    call: Executable
+    function: Callable[[Any], Any]
+    repeatable: bool = True
+
+    def execute(self) -> Any:
+        return self.function(self.call.execute())
+
+    def op_call(self) -> OpCall:
+        return self.call.op_call().then(self.function, repeatable=self.repeatable)
 
 
 class PreparedCalls(dict[Callable[..., Any], Any]):

@@ -211,7 +211,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         output: OutputSpec,
         **changes: Any,
     ) -> AttentionCall:
-        self._check_kv(where, k, v, "[keys, num_kv_heads, head_dim]")
+        self._check_kv(where, k, v)
         q, k = self._rotated(where, q, k, changes)
         scale_q, scale_k, scale_v = scales
         factors = ScaleFactors({"scale_q": scale_q, "scale_k": scale_k}, {"scale_v": scale_v})

@@ -51,7 +51,7 @@ def lengths(
         pages: the end of a message on ``capacity``, such as how many tokens a page has.
     """
     t = given_tensor(where, name, t, device)
-    if t.numel() != batch:
+    if not holds(t.numel() == batch):
         fail(ShapeError, where, f"{name} is {shape_of(t)}", f"[{batch}], one per {each}", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")

@@ -106,17 +106,17 @@ class GraphBuffers:
                 "the same number at every plan in CUDA-graph mode",
                 f"fill up to {self.batch} with empty requests, or make another wrapper",
             )
-        pages = self.buffers["kv_indices"][0] if "kv_indices" in self.buffers else "max_pages"
+        self._check_capacity(where, needed, capacity)
+
+    def _check_capacity(self, where: str, needed: BatchSize, capacity: BatchSize) -> None:
+        """Raise unless the batch fits: the error names the buffer, or the first plan, that bounds the size."""
+        first_plan = "the first plan"
+        pages = self.buffers["kv_indices"][0] if "kv_indices" in self.buffers else first_plan
         for what, want, have, name in (
             ("pages", needed.pages, capacity.pages, pages),
-            ("query rows", needed.rows, capacity.rows, "the first plan"),
-            ("splits of KV", needed.splits, capacity.splits, "the first plan"),
-            (
-                "tokens in a request",
-                needed.kv_len or 0,
-                capacity.kv_len or 0,
-                "the first plan" if not capacity.pages else pages,
-            ),
+            ("query rows", needed.rows, capacity.rows, first_plan),
+            ("splits of KV", needed.splits, capacity.splits, first_plan),
+            ("tokens in a request", needed.kv_len or 0, capacity.kv_len or 0, pages if capacity.pages else first_plan),
         ):
             if want > have:
                 fail(

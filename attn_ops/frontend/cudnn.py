@@ -5,52 +5,19 @@ Offsets of queries, outputs and ragged KV are accepted if they are the offsets o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, ShapeError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.block_tables import TableNames, block_table, lengths, query_row_offsets
+from attn_ops.frontend.element_offsets import check_offsets
 from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table_call, ragged_call
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.gpu import is_capturing
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import cumulative, seen
 from attn_ops.typed import typed
-
-OFFSET_UNITS = ("elements", "tokens")
-
-
-def _check_offsets(
-    where: str, units: str, indptr: Tensor, offsets: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]
-) -> None:
-    """Raise unless each given tensor has the offsets of packed tokens: ``indptr``, times elements per token.
-
-    ``offsets`` has for each name the tensor and the accepted numbers of elements per token, by size and by stride.
-    Contents are not compared while tracing or capturing.
-    """
-    if units not in OFFSET_UNITS:
-        fail(OptionError, where, f"batch_offsets_units is {units!r}", " or ".join(OFFSET_UNITS), "pass one of the two")
-    given = {name: pair for name, pair in offsets.items() if pair[0] is not None}
-    if not given or is_traced() or (indptr.is_cuda and is_capturing()):
-        return
-    for name, (tensor, elements) in given.items():
-        assert tensor is not None
-        flat = tensor.cpu().long().flatten()
-        packed = indptr[: flat.shape[0]].cpu().long()
-        if not any(torch.equal(flat, packed * step) for step in (elements if units == "elements" else (1,))):
-            fail(
-                UnsupportedError,
-                where,
-                f"{name} leaves gaps between requests",
-                "tokens packed without gaps",
-                "pack the tensor",
-            )
-
 
 NAMES = TableNames("block_tables", "actual_seq_lens_kv", None)
 
@@ -115,7 +82,7 @@ def cudnn_batch_decode_with_kv_cache(
     tables = block_table(where, "block_tables", block_tables, q.device)
     rows = query_row_offsets(where, q.shape[0], tables.shape[0], q_len_per_req, q.device)
     heads = q.shape[1]
-    _check_offsets(
+    check_offsets(
         where,
         "elements",
         torch.arange(tables.shape[0] + 1, device="cpu") * q_len_per_req,
@@ -229,7 +196,7 @@ def cudnn_batch_prefill_with_kv_cache(
         actual_seq_lens_kv = _lengths(where, *names, batch_offsets_k, units, "k_cache", k_cache)
     qo_indptr = _indptr(where, "actual_seq_lens_q", actual_seq_lens_q, "q", q)
     heads = q.shape[1]
-    _check_offsets(
+    check_offsets(
         where,
         units,
         qo_indptr,
@@ -281,5 +248,5 @@ def _ragged_indptr(
         "batch_offsets_k": (offsets_k, (kv_heads * q.shape[2], k.stride(0))),
         "batch_offsets_v": (offsets_v, (kv_heads * v.shape[-1], v.stride(0))),
     }
-    _check_offsets(where, units, kv_indptr, offsets)
+    check_offsets(where, units, kv_indptr, offsets)
     return kv_indptr

@@ -303,13 +303,8 @@ def trtllm_ragged_attention_deepseek(
     integers(where, batch_size=batch_size)
     for name, t in (("query", query), ("key", key), ("value", value)):
         ranked(where, name, t, RAGGED_DIMS)
-    qo_indptr, kv_indptr = (
-        cumulative(where, name, indptr, batch_size, rows_name, rows)
-        for name, indptr, rows_name, rows in (
-            ("cum_seq_lens_q", cum_seq_lens_q, "query", query),
-            ("cum_seq_lens_kv", cum_seq_lens_kv, "key", key),
-        )
-    )
+    qo_indptr = cumulative(where, "cum_seq_lens_q", cum_seq_lens_q, batch_size, "query", query)
+    kv_indptr = cumulative(where, "cum_seq_lens_kv", cum_seq_lens_kv, batch_size, "key", key)
     sinks = as_sinks(where, attention_sinks, query.device, "attention_sinks")
     return ragged_call(
         where,

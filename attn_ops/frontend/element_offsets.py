@@ -1,11 +1,17 @@
-"""Offsets among the arguments of plan() that count elements, as cuDNN's do, or that repeat another argument."""
+"""Offsets of requests in packed tensors, in tokens or in elements as cuDNN's, or that repeat another argument."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from attn_ops.errors import UnsupportedError, fail
+from attn_ops.eager.interposition import is_traced
+from attn_ops.errors import OptionError, UnsupportedError, fail
+from attn_ops.gpu import is_capturing
+
+OFFSET_UNITS = ("elements", "tokens")
 
 
 def token_offsets(indptr: Tensor, seq_lens: Tensor | None, elements: int) -> Tensor:
@@ -23,14 +29,36 @@ def token_offsets(indptr: Tensor, seq_lens: Tensor | None, elements: int) -> Ten
 
 def check_repeated(where: str, name: str, tensor: Tensor | None, indptr_name: str, indptr: Tensor, step: int) -> None:
     """Raise unless ``tensor``, if given, equals ``indptr``, in tokens or in ``step`` elements per token."""
-    if tensor is None:
+    if tensor is None or (tensor.shape == indptr.shape and _is_packed(tensor, indptr, (1, step))):
         return
-    given, packed = tensor.cpu().long(), indptr.cpu().long()
-    if not torch.equal(given, packed) and not torch.equal(given, packed * step):
-        fail(
-            UnsupportedError,
-            where,
-            f"{name} differs from {indptr_name}",
-            f"the tokens of {indptr_name}, or {step} elements for each of them",
-            f"omit {name}",
-        )
+    fail(
+        UnsupportedError,
+        where,
+        f"{name} differs from {indptr_name}",
+        f"the tokens of {indptr_name}, or {step} elements for each of them",
+        f"omit {name}",
+    )
+
+
+def check_offsets(
+    where: str, units: str, indptr: Tensor, offsets: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]
+) -> None:
+    """Raise unless each given tensor has the offsets of packed tokens: ``indptr``, times elements per token.
+
+    ``offsets`` has for each name the tensor and the accepted numbers of elements per token, by size and by stride.
+    Contents are not compared while tracing or capturing.
+    """
+    if units not in OFFSET_UNITS:
+        fail(OptionError, where, f"batch_offsets_units is {units!r}", " or ".join(OFFSET_UNITS), "pass one of the two")
+    if is_traced() or (indptr.is_cuda and is_capturing()):
+        return
+    for name, (tensor, elements) in offsets.items():
+        if tensor is not None and not _is_packed(tensor, indptr, elements if units == "elements" else (1,)):
+            what = f"{name} leaves gaps between requests"
+            fail(UnsupportedError, where, what, "tokens packed without gaps", "pack the tensor")
+
+
+def _is_packed(offsets: Tensor, indptr: Tensor, steps: Sequence[int]) -> bool:
+    """Whether ``offsets`` are the first of ``indptr``, times one of ``steps``. Copies to the host."""
+    given, tokens = offsets.cpu().long().flatten(), indptr[: offsets.numel()].cpu().long()
+    return any(torch.equal(given, tokens * step) for step in steps)

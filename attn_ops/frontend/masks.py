@@ -42,8 +42,7 @@ def packed_mask(
     """
     bits = qo_len * kv_len
     if packed_custom_mask is not None:
-        _check_packed(where, packed_custom_mask, int(((bits + 7) // 8).sum()))
-        return packed_custom_mask.to(device).contiguous()
+        return _packed(where, packed_custom_mask, device, int(((bits + 7) // 8).sum()))
     if custom_mask is None:
         return None
     if not exact and custom_mask.dim() == 1:
@@ -60,8 +59,7 @@ def packed_mask_by_plan(
     if real(kv_len) and not (kv_len.is_cuda and is_capturing()):
         return packed_mask(where, custom_mask, packed_custom_mask, qo_len.cpu().long(), kv_len.cpu().long(), device)
     if packed_custom_mask is not None:
-        _check_packed(where, packed_custom_mask)
-        return packed_custom_mask.to(device).contiguous()
+        return _packed(where, packed_custom_mask, device)
     if custom_mask is None:
         return None
     _check_bools(where, custom_mask)
@@ -79,8 +77,7 @@ def packed_single_mask(
 ) -> Tensor | None:
     """:func:`packed_mask` for one request, whose lengths may be symbolic."""
     if packed_custom_mask is not None:
-        _check_packed(where, packed_custom_mask, (qo_len * kv_len + 7) // 8)
-        return packed_custom_mask.to(device).contiguous()
+        return _packed(where, packed_custom_mask, device, (qo_len * kv_len + 7) // 8)
     if custom_mask is None:
         return None
     custom_mask = custom_mask.flatten().contiguous()
@@ -104,9 +101,11 @@ def pack(where: str, mask: Tensor, bits: Tensor, size: int | None = None) -> Ten
     return torch.ops.attn.segment_packbits(bools, indptr.to(mask.device, torch.int32), size, bitorder="little")[0]
 
 
-def _check_packed(where: str, mask: Tensor, length: int | None = None) -> None:
+def _packed(where: str, mask: Tensor, device: torch.device, length: int | None = None) -> Tensor:
+    """``packed_custom_mask``, checked, on ``device``."""
     meaning = "a byte for every 8 pairs of query row and key, each request's padded to a whole byte"
     _check(where, "packed_custom_mask", mask, (torch.uint8,), meaning, length)
+    return mask.to(device).contiguous()
 
 
 def _check_bools(where: str, mask: Tensor, length: int | None = None) -> None:

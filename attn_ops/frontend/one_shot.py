@@ -21,6 +21,7 @@ from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.symbolic_sizes import agree
 
 QUERY_DIMS, RAGGED_DIMS = "[rows, num_qo_heads, head_dim]", "[rows, heads, head_dim]"
 
@@ -58,7 +59,9 @@ def block_table_call(
         if qo_indptr is None:
             qo_indptr = uniform_indptr(q.shape[0], 1, q.device)
     page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
-    general = needs_general_decode(computed_dtype(q.dtype, v_cache.dtype), v_cache.dtype, options.pos_encoding)
+    general = needs_general_decode(
+        computed_dtype(q.dtype, v_cache.dtype), v_cache.dtype, options.pos_encoding, v_cache.shape[-1]
+    )
     spec = PlanSpec(
         decode=qo_indptr is None,
         paged=True,
@@ -179,7 +182,7 @@ def dense_call(
         options = options._replace(causal=False)  # the mask replaces it
     rows, kv_len, device = q.shape[0], k.shape[0], q.device
     spec = ragged_spec(q, k, v, options)
-    if k.shape[:2] != v.shape[:2] or not splits_pay(spec, rows, kv_len, device):
+    if not agree(k.shape[:2], v.shape[:2]) or not splits_pay(spec, rows, kv_len, device):
         return unplanned_call(where, tensors, options, output, scales, kv_layout=kv_layout, backend=backend)
     decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
     if decode:

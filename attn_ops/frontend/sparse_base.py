@@ -24,6 +24,8 @@ from attn_ops.typed import typed
 
 _OP = "block_sparse_prefill"
 
+_KV_DIMS = {"NHD": "[keys, num_kv_heads, head_dim]", "HND": "[num_kv_heads, keys, head_dim]"}
+
 
 @dataclass(eq=False)
 class Positions:
@@ -69,10 +71,10 @@ class SparseWrapper(RunWithLse, Wrapper):
             positions = positions.to(self.device)
         return prepared.with_state(_positions=None if positions is None else Positions(positions), _keys=keys)
 
-    def _check_kv(self, where: str, k: Tensor, v: Tensor, dims: str) -> None:
+    def _check_kv(self, where: str, k: Tensor, v: Tensor, kv_layout: str = "NHD") -> None:
         for name, t in (("k", k), ("v", v)):
-            ranked(where, name, t, dims)
-            keys = t.shape[0 if dims.startswith("[keys") else 1]
+            ranked(where, name, t, _KV_DIMS[kv_layout])
+            keys = t.shape[DENSE_DIMS[kv_layout].token]
             if self._planned is not None and keys != self._keys:
                 fix = "call plan() for this matrix first"
                 fail(ShapeError, where, f"{name} has {keys} keys", f"{self._keys} as planned", fix)

@@ -180,7 +180,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
     ) -> Any:
         """Attend with KV heads as requests. Returns the results by head."""
         ranked(where, "q", q, "[num_qo_heads, rows, head_dim]")
-        self._check_kv(where, k, v, "[num_kv_heads, keys, head_dim]")
+        self._check_kv(where, k, v, "HND")
         if self._planned is not None:
             (heads, kv_heads), (dim_qk, dim_vo) = self._heads, self._planned.head_dims
             for name, t, wanted in (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import ShapeError, fail
+from attn_ops.errors import ShapeError, fail, unsupported
 from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from attn_ops.integrations import transformers_mla as mla
 from attn_ops.integrations.transformers_cache import grow_in_place
@@ -226,27 +226,31 @@ def _bounded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
     rows = query.shape[2]
     # Of a static cache. A layer that has the keys of an earlier one may compute the last rows alone.
     prompt = kind.prompt and not getattr(module, "is_kv_shared_layer", False)
-    if prompt:
-        key, value = key[:, :, :rows], value[:, :, :rows]
     if prompt or (rows > 1 and not (kind.partial or kind.padded)):
-        _check_requests(query, mask)
+        _check_sizes(query, key, mask, step.kv_length)
+        if prompt:
+            key, value = key[:, :, :rows], value[:, :, :rows]
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         out: Tensor = flash_attn_func(q, k, v, causal=kind.causal, window_size=kind.window_size, **options)
         return out
     form = (query.shape, key.shape, key.stride(), value.shape, value.stride())
     layout = None if is_traced() else step.layouts.get(form)
     if layout is None:
-        _check_requests(query, mask)
+        _check_sizes(query, key, mask, step.kv_length)
         layout = Layout.of(query, (key, value), mask, kind, options)
         if not is_traced():
             step.layouts[form] = layout
     return layout.attend(query, key, value, options)
 
 
-def _check_requests(query: Tensor, mask: Tensor) -> None:
+def _check_sizes(query: Tensor, key: Tensor, mask: Tensor, kv_length: int | None) -> None:
+    """Raise unless the mask is for the requests of the query and, if ``kv_length`` is known, for as many keys."""
     if mask.shape[0] != query.shape[0]:
         shown, expected = f"the mask is for {mask.shape[0]} requests", f"{query.shape[0]}, as the query"
         fail(ShapeError, WHERE, shown, expected, "repeat it")
+    if kv_length is not None and kv_length != key.shape[2]:
+        shown, expected = f"the mask is for {kv_length} keys", f"{key.shape[2]}, as the layer has"
+        fail(ShapeError, WHERE, shown, expected, "pass an attention_mask with all tokens")
 
 
 def _continuous(
@@ -272,14 +276,11 @@ def _continuous(
         if table is None:
             return _packed(query, key, value, lengths, causal, window, options)
         q, k, v = (t.transpose(1, 2).flatten(0, 1)[:, None] for t in (query, key, value))
-        form = None if is_traced() else (table.data_ptr(), lengths[1].data_ptr(), q.shape[0])
-        if form not in step.tables:  # the lengths are those after the step, which appends one token to each request
-            step.tables[form] = table[: q.shape[0]], (lengths[1].diff() - 1)[: q.shape[0]]
-        rows, before = step.tables[form]
+        k_cache, v_cache, rows, before = _paged(module, key, value, step, table, seqlens_k, kwargs)
         out = flash_attn_with_kvcache(
             q,
-            kwargs["k_cache"],
-            kwargs["v_cache"],
+            k_cache,
+            v_cache,
             k,
             v,
             cache_seqlens=before,
@@ -292,9 +293,30 @@ def _continuous(
     return result
 
 
+def _paged(
+    module: Any, key: Tensor, value: Tensor, step: Step, table: Tensor, seqlens_k: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """The caches of a layer, its block table and the lengths before the step, which appends one token to each request.
+
+    A layer with the keys of an earlier one updates no cache: it has that layer's, and appends the same tokens again.
+    """
+    kind = getattr(module, "layer_type", None)
+    if kwargs.get("k_cache") is not None:
+        form = None if is_traced() else (table.data_ptr(), seqlens_k.data_ptr(), key.shape[2])
+        if form not in step.tables:
+            step.tables[form] = table[: key.shape[2]], (seqlens_k.diff() - 1)[: key.shape[2]]
+        step.paged[kind] = key, value, kwargs["k_cache"], kwargs["v_cache"], *step.tables[form]
+    found = step.paged.get(kind, (None, None))
+    if found[0] is not key or found[1] is not value:
+        what = "a layer has no paged cache, and its keys are of no earlier layer of its type in this step"
+        unsupported(WHERE, what, "pass ContinuousBatchingConfig(max_blocks_per_request=0)")
+    return found[2:]
+
+
 def _step_of(shared: Any, layer: int) -> Step:
-    """What the layers of a step share, who all get the object ``shared``: a layer that comes again, or an earlier one,
-    begins a step.
+    """What the layers of a step share, stored at the object ``shared``, which transformers passes to all of them.
+
+    A step begins with a layer whose index is not higher than that of the layer before it.
     """
     step = getattr(shared, "attn_ops_step", None)
     if step is None or layer <= step.last_layer or is_traced():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import unsupported
+from attn_ops.errors import ShapeError, fail, unsupported
 from attn_ops.frontend.shared_plans import SharedPlans, active_blocks
 
 WHERE = "attn_implementation='attn_ops'"
@@ -47,16 +47,19 @@ _READERS = {"bigbird_pegasus", "nllb-moe"}
 class Step:
     """What the layers of one step share.
 
-    kind        of the mask that they are passed, if there is one
-    layouts     how caches are read, by their sizes and strides
-    tables      lengths and page tables of continuous batching
-    last_layer  that has used them
+    kind        the kind of the mask that the layers are passed, None without a mask
+    kv_length   the number of keys that the mask is for, None if it is unknown
+    layouts     how the layers read their caches, by sizes and strides
+    tables      lengths and page tables of packed rows and of continuous batching
+    paged       of the last layer of each type: new keys and values, paged caches, block table and lengths before them
+    last_layer  index of the last layer of continuous batching that has used this object
     """
 
-    def __init__(self, kind: Kind | None = None) -> None:
-        self.kind = kind
+    def __init__(self, kind: Kind | None = None, kv_length: int | None = None) -> None:
+        self.kind, self.kv_length = kind, kv_length
         self.layouts: dict[Any, Any] = {}
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.paged: dict[str | None, tuple[Tensor, ...]] = {}
         self.last_layer = -1
         self._plans: SharedPlans | None = None
 
@@ -86,11 +89,11 @@ class Kind(NamedTuple):
     """
 
     causal: bool
-    partial: bool
-    padded: bool
-    packed: bool
-    prompt: bool
-    window: int
+    partial: bool = False
+    padded: bool = False
+    packed: bool = False
+    prompt: bool = False
+    window: int = 0
 
     @classmethod
     def of(cls, mask: Tensor) -> Kind:
@@ -98,12 +101,12 @@ class Kind(NamedTuple):
         partial, padded, packed, prompt = (code // bit % 2 == 1 for bit in (2, 4, 8, 16))
         return cls(code % 2 == 0, partial, padded, packed, prompt, code // 32)
 
-    def mask(self, begin: Tensor, end: Tensor) -> Tensor:
+    def mask(self, begin: Tensor, end: Tensor, kv_length: int) -> Tensor:
         flags = not self.causal, self.partial, self.padded, self.packed, self.prompt
         code = sum(flag << bit for bit, flag in enumerate(flags)) + 32 * self.window
         bounds = torch.stack((begin, end), 1).int()
         mask = bounds.view(-1, 1, 1, 2).expand(-1, 1 + code, -1, -1)
-        mask.attn_ops_step = Step(self)  # type: ignore[attr-defined]
+        mask.attn_ops_step = Step(self, kv_length)  # type: ignore[attr-defined]
         return mask
 
     @property
@@ -150,6 +153,7 @@ def attention_bounds(
     Raises:
         UnsupportedError: the mask is no causal or bidirectional one, with a window, left padding or packed sequences;
             or the model's own code reads it.
+        ShapeError: the mask is causal, and ``attention_mask`` has fewer tokens than the cache after the step.
     """
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
@@ -161,8 +165,10 @@ def attention_bounds(
     packed = packed and ("packed_sequence_mask_function" in names or (is_traced() and q_length > 1))
     if packed and q_length == kv_length and q_offset == 0 and kv_offset == 0:
         begin, end = _sequences(mask_function, batch_size, q_length, device)
-        return Kind(True, True, True, True, False, window).mask(begin, end)
+        return Kind(causal=True, partial=True, padded=True, packed=True, window=window).mask(begin, end, kv_length)
     total = q_offset + q_length - kv_offset if causal else kv_length
+    if causal and attention_mask is not None and (isinstance(total, int) or is_traced()):
+        _check_tokens(attention_mask, kv_offset + total)
     full = isinstance(total, int) and total == kv_length
     if isinstance(total, int):
         end = torch.full((batch_size,), total, dtype=torch.int32, device=device)
@@ -171,9 +177,9 @@ def attention_bounds(
     begin = torch.zeros_like(end)
     if attention_mask is None or _shows_all(attention_mask, total, kv_offset):
         prompt = isinstance(total, int) and kv_offset == 0 and q_length == total < kv_length
-        return Kind(causal, not full, False, False, prompt, window).mask(begin, end)
+        return Kind(causal, partial=not full, prompt=prompt, window=window).mask(begin, end, kv_length)
     begin, end, padded = _padding(attention_mask, end, kv_offset, causal, window)
-    return Kind(causal, padded or not full, padded, False, False, window).mask(begin, end)
+    return Kind(causal, partial=padded or not full, padded=padded, window=window).mask(begin, end, kv_length)
 
 
 def no_bounds(
@@ -252,6 +258,19 @@ def _shows_all(given: Tensor, total: int | Tensor, kv_offset: int) -> bool:
     return bool(given.all() & (total <= columns))
 
 
+def _check_tokens(given: Tensor, tokens: int | Tensor) -> None:
+    """Raise unless ``given [batch, tokens]`` has the ``tokens`` of the cache after the step.
+
+    A tensor of them, which a graph computes, is asserted.
+    """
+    expected, fix = "the tokens of the cache and the new ones", "pass an attention_mask with all tokens"
+    if isinstance(tokens, Tensor):
+        covered = (tokens <= given.shape[1]).all()
+        torch._assert_async(covered, f"{WHERE}: attention_mask has fewer tokens; expected {expected}; {fix}")
+    elif given.shape[1] < tokens:
+        fail(ShapeError, WHERE, f"attention_mask has {given.shape[1]} tokens", f"{tokens}, {expected}", fix)
+
+
 def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: int) -> tuple[Tensor, Tensor, bool]:
     """Bounds of the keys that ``given [batch, tokens]`` leaves, and whether it hides any.
 
@@ -268,7 +287,9 @@ def _padding(given: Tensor, end: Tensor, kv_offset: int, causal: bool, window: i
         whole = whole & (last == end + kv_offset)
     whole = whole.all()
     if not is_traced():
-        complete, hidden = torch.stack((whole, (count < end).any())).tolist()
+        complete, hidden, held = torch.stack((whole, (count < end).any(), end.max() + kv_offset)).tolist()
+        if causal:
+            _check_tokens(given, held)
         if not complete:
             unsupported(
                 WHERE,

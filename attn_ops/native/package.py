@@ -23,7 +23,7 @@ from attn_ops.native import images, op
 from attn_ops.ops.size_guards import root_graph
 from attn_ops.ops.unsupported import triton_installed
 
-log = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 Traced = TypeVar("Traced")
 
@@ -41,7 +41,7 @@ def traced(graph: Any, device: torch.device | None, trace: Callable[[], Traced])
         with images.collect(collected):
             return trace()
     except images.NoImageError as error:
-        log.info("the package has the general Triton kernels of an op, and no image of its kernel: %s", error)
+        LOG.info("the package has the general Triton kernels of an op, and no image of its kernel: %s", error)
         collected.images = earlier
         return trace()
 
@@ -55,7 +55,7 @@ def images_of(graph: Any, device: torch.device | None) -> images.ImageSet | None
     if device not in sets:
         reason = unavailable_reason(root, device)
         if reason:
-            log.info("the package has the general Triton kernels, and no images of compiled ones: %s", reason)
+            LOG.info("the package has the general Triton kernels, and no images of compiled ones: %s", reason)
         sets[device] = None if reason else next(filter(None, sets.values()), None) or _install(root)
     return sets[device]
 
@@ -120,7 +120,7 @@ def _install(graph: Any) -> images.ImageSet:
         }
         with config.patch({"aot_inductor.custom_ops_to_c_shims": shims}):
             generated = generate()
-        log.info("the package has images: %s", ", ".join(collected.images))
+        LOG.info("the package has images: %s", ", ".join(collected.images))
         _link(build_object(collected))
         return generated
 

@@ -277,20 +277,25 @@ def explain(problem: Problem, name: str = "auto") -> str:
         reasons = backend.reasons(problem)
         if name not in ("auto", backend.name):
             reasons = [*reasons, f"backend={name} is asked for"]
-        kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(problem.op)}"
         taken = [] if reasons else [place for place in left if _runs_in(backend, place, name)]
         left = [place for place in left if place not in taken]
-        if reasons:
-            verdict = ", ".join(reasons)
-        elif not taken:
-            verdict = f"can run it{kernel}"
-        elif taken == list(PLACES):
-            verdict = (
-                f"runs it{kernel}" if backend.inductor_lowerable else f"runs it{kernel}; packages launch its image"
-            )
-        else:
-            verdict = f"runs it in {' and '.join(taken)}{kernel}"
-            if not backend.inductor_lowerable:
-                verdict += f"; {'it reads lengths on the host' if backend.eager_only else NOT_GENERATED}"
+        verdict = ", ".join(reasons) or _verdict(backend, problem.op, taken)
         lines.append(f"{backend.label(problem.op)}: {verdict}")
     return "\n".join(lines)
+
+
+def _verdict(backend: Backend, op: str, places: list[str]) -> str:
+    """In which ``places``, of ``PLACES``, an entry without unsupported reasons runs ``op``, and why not in the others.
+
+    It runs in none if the entries before it run in all of them.
+    """
+    kernel = "" if backend.kernels is None else f", kernel {backend.kernels.get(op)}"
+    if not places:
+        return f"can run it{kernel}"
+    everywhere = places == list(PLACES)
+    verdict = f"runs it{kernel}" if everywhere else f"runs it in {' and '.join(places)}{kernel}"
+    if backend.inductor_lowerable:
+        return verdict
+    if everywhere:
+        return f"{verdict}; packages launch its image"
+    return f"{verdict}; {'it reads lengths on the host' if backend.eager_only else NOT_GENERATED}"

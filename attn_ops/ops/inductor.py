@@ -27,7 +27,7 @@ from attn_ops.native import package
 from attn_ops.ops import size_guards, tuning_table
 from attn_ops.ops.repeated_plans import SHARED_OPS, Made, RepeatedPlans
 
-log = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 Body = Callable[..., Any]
 
@@ -68,7 +68,7 @@ class Lowerings:
             for op, (body, is_lowerable) in pending.items():
                 _register(op, body, is_lowerable)
         except (ImportError, AttributeError) as error:
-            log.warning(
+            LOG.warning(
                 "attn_ops cannot inline its ops with torch %s (%s): compiled graphs call them, and an "
                 "AOTInductor package needs this library loaded",
                 torch.__version__,

@@ -24,6 +24,15 @@ import torch
 
 from attn_ops.errors import dtype_name
 
+LOG = logging.getLogger(__name__)
+
+_NO_BOUND = 2**62
+"""A maximum from here on is no bound: PyTorch gives every size a maximum below ``2**63``."""
+
+_SPECIALIZED = 3
+"""Minima up to here are not checked. PyTorch specializes on sizes of 0 and 1, so the smallest dynamic size is 2, or 3
+for cumulative lengths, whose batch is one less. The generated code also runs smaller sizes."""
+
 
 class Capacity(NamedTuple):
     """A call needs ``needed`` of ``capacity``; ``message`` has ``{needed}`` and ``{capacity}`` in the place of both."""
@@ -32,15 +41,6 @@ class Capacity(NamedTuple):
     capacity: Any
     message: str
 
-
-log = logging.getLogger(__name__)
-
-_NO_BOUND = 2**62
-"""A maximum from here on is no bound: PyTorch gives every size a maximum below ``2**63``."""
-
-_SPECIALIZED = 3
-"""Minima up to here are not checked. PyTorch specializes on sizes of 0 and 1, so the smallest dynamic size is 2, or 3
-for cumulative lengths, whose batch is one less. The generated code also runs smaller sizes."""
 
 _noted: ContextVar[list[Capacity] | None] = ContextVar("attn_ops_capacities", default=None)
 
@@ -96,7 +96,7 @@ def _install(graph: Any) -> None:
         wrapper = graph.wrapper_code
         codegen_inputs = getattr(wrapper, "codegen_inputs", None)
         if codegen_inputs is None:
-            log.warning("attn_ops: packages of torch %s do not check the sizes of their inputs", torch.__version__)
+            LOG.warning("attn_ops: packages of torch %s do not check the sizes of their inputs", torch.__version__)
             return
 
         def with_guards() -> None:

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor
 from attn_ops.eager.interposition import is_recorded
 from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
+from attn_ops.symbolic_sizes import holds
 
 
 def real(t: Tensor) -> bool:
@@ -182,7 +183,7 @@ def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: 
     if t.dtype == torch.uint32:
         t = t.long() if seen(t) else t.view(torch.int32)
     indptr = index(where, name, t)
-    if indptr.shape[0] != batch + 1:
+    if not holds(indptr.shape[0] == batch + 1):
         fail(
             ShapeError,
             where,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_ops.errors import CapacityError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.state import INT32_MAX, PlanProblem
+from attn_ops.symbolic_sizes import holds
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 """dtypes of page tables and lengths."""
@@ -32,7 +33,7 @@ def check_table(indptrs: dict[str, Tensor], kv_indices: Tensor, last: Tensor) ->
     batch = indptrs["kv_indptr"].shape[0] - 1
     of_requests = {**{name: (t, batch + 1) for name, t in indptrs.items()}, "kv_last_page_len": (last, batch)}
     for name, (t, length) in of_requests.items():
-        if t.dim() != 1 or t.shape[0] != length:
+        if t.dim() != 1 or not holds(t.shape[0] == length):
             expected = f"[{length}] for the {batch} requests of kv_indptr"
             fail(ShapeError, "plan", f"{name} is {shape_of(t)}", expected, "make the two agree")
 
@@ -66,7 +67,7 @@ def check_indptr(name: str, indptr: Tensor, where: str = "plan", *, later: bool 
 
 
 def _check_cumulative(name: str, indptr: Tensor, where: str) -> None:
-    if indptr.dim() != 1 or not indptr.shape[0]:
+    if indptr.dim() != 1 or not holds(indptr.shape[0] > 0):
         fail(ShapeError, where, f"{name} is {shape_of(indptr)}", "[batch + 1]", "pass cumulative lengths")
 
 

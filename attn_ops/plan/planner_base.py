@@ -24,10 +24,11 @@ from attn_ops.ops.inductor import mark_static, mark_static_size
 from attn_ops.ops.options import BOUNDS
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import real, seen
-from attn_ops.plan.page_table_checks import check_indices, check_indptr, check_pages, check_table
+from attn_ops.plan.page_table_checks import check_indptr, check_pages, check_table
 from attn_ops.plan.plan_checks import MAX_SIZE, check_groups, check_head_shards
 from attn_ops.plan.sizing import power_of_two_from
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
+from attn_ops.symbolic_sizes import guard_or_false
 from attn_ops.typed import integers
 
 MAX_WORKSPACE = 1 << 40
@@ -220,7 +221,7 @@ class PlannerBase:
     def _planning(self, op: str, validate: bool | None, *table: Tensor) -> OpCall:
         """The call that writes the plan. With ``validate`` it is not prepared: every call checks contents."""
         *indptrs, indices, last = table
-        if indices.shape[0] > self.max_pages and validates(validate, *table):
+        if guard_or_false(indices.shape[0] > self.max_pages) and validates(validate, *table):
             indices = indices[: int(indptrs[-1][-1])]  # later entries need no capacity
             table = (*indptrs, indices, last)
         inputs = [t.to(self.device, torch.int32, non_blocking=True).contiguous() for t in table]
@@ -267,10 +268,11 @@ class PlannerBase:
         for name, indptr in indptrs.items():
             check_indptr(name, indptr)
         kv_indptr = indptrs["kv_indptr"]
-        if self.context is None:
-            check_pages(self.problem, kv_indptr, indices, last, self.max_pages, self.cache_pages)
-            return
-        check_pages(self.problem, kv_indptr, torch.zeros_like(indices), last, self.max_pages, None)
-        table = [t.to("cpu", torch.int32) for t in (kv_indptr, indices, last)]
-        own_indptr, own_indices, _ = self.context.page_table(self.problem.page_size, *table)
-        check_indices(own_indices[: int(own_indptr[-1])], self.cache_pages)
+        if self.context is not None:  # the page numbers of other ranks are of their caches
+            numbers, indices = indices.cpu(), torch.zeros_like(indices, device="cpu")
+            listed = torch.arange(numbers.shape[0], dtype=torch.int32, device="cpu")
+            table = kv_indptr.to("cpu", torch.int32), listed, last.to("cpu", torch.int32)
+            own_indptr, own, _ = self.context.page_table(self.problem.page_size, *table)
+            own = own[: int(own_indptr[-1])].long()
+            indices[own] = numbers[own]
+        check_pages(self.problem, kv_indptr, indices, last, self.max_pages, self.cache_pages)

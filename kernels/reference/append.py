@@ -55,7 +55,7 @@ def _scatter(
     """
     num_pages, page_size = caches[0].shape[:2]
     rows = batch_indices.shape[0]
-    if any_zero(rows, num_pages, kv_indices.shape[0]) or kv_indptr.shape[0] < 2:
+    if any_zero(rows, num_pages, kv_indices.shape[0], kv_indptr.shape[0] - 1):
         return
     request = batch_indices.clamp(0, kv_indptr.shape[0] - 2)
     entry = kv_indptr[request] + positions // page_size
@@ -114,14 +114,14 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -
     The last appended token of a request is at position ``seq_lens - 1``.
     """
     row = torch.arange(nnz, device=append_indptr.device)
-    if seq_lens.shape[0] == 0:
+    if any_zero(seq_lens.shape[0]):
         unused = torch.full_like(row, -1).int()
         return unused, unused.clone()
     # The conversion copies: Inductor's searchsorted loses the offset of a view, or does not lower it (PyTorch 2.11).
     request = torch.searchsorted(append_indptr.long(), row, right=True) - 1
     used = (request >= 0) & (request < seq_lens.shape[0])
     r = request.clamp(0, seq_lens.shape[0] - 1)
-    position = row - append_indptr[r + 1] + seq_lens[r]
+    position = row - append_indptr[r + 1] + with_spare_row(seq_lens)[r]
     return torch.where(used, request, -1).int(), torch.where(used, position, -1).int()
 
 

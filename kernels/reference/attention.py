@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.reference.append import as_nhd, block_pages, gather, with_spare_row
+from attn_ops.kernels.reference.append import as_nhd, bits, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.meta.outputs import attention as allocate
@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_ops.ops.options import LOG2E, AttentionOptions, saturate, softmax_scale
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
-from attn_ops.symbolic_sizes import any_zero, guard_or_true
+from attn_ops.symbolic_sizes import any_zero, at_least, guard_or_true, may_be_one
 
 MAX_ELEMENTS = 1 << 26
 """Logits, or elements of gathered keys, that prefill holds at a time."""
@@ -129,14 +129,16 @@ def _attend(t: Tiles, keys: Tensor, values: Tensor, opts: AttentionOptions) -> t
 
 
 def _max_kv_len(plan: DecodePlan | PrefillPlan) -> int:
-    """The KV length of the longest request; the plan's bound where lengths are on a GPU or are being traced."""
+    """At least the KV length of the longest request: the plan's bound where lengths are on a GPU or being traced."""
     problem, pages, kv_len = PlanProblem.of(plan.problem), plan.kv_indices.shape[0], plan.kv_len
     bound = problem.max_kv_len
     if type(pages) is int and pages:  # a symbolic number of pages would make the bound symbolic
         tokens = pages * problem.page_size
         bound = min(bound, tokens) if type(bound) is int else torch.sym_min(bound, tokens)
     known = type(kv_len) is Tensor and kv_len.device.type == "cpu" and not torch.compiler.is_compiling()
-    return max(1, min(bound, int(kv_len.amax()))) if known and kv_len.numel() else bound
+    if known and kv_len.numel():
+        return max(1, min(bound, int(kv_len.amax())))
+    return at_least(bound, 2) if may_be_one(bound) else bound  # Inductor's matrix products depend on it
 
 
 def _gather_pages(cache: Tensor, plan: DecodePlan | PrefillPlan, request: Tensor, length: int) -> Tensor:
@@ -164,7 +166,7 @@ def batch_decode(
 ) -> tuple[Tensor, Tensor]:
     p, opts = DecodePlan(*plan), AttentionOptions(**options)
     batch = q.shape[0]
-    if k_cache.shape[0] == 0 or p.kv_indices.shape[0] == 0:
+    if any_zero(k_cache.shape[0], p.kv_indices.shape[0]):
         return _without_keys(q, k_cache, v_cache, return_lse, opts)
     request = torch.arange(batch, device=q.device)
     kv_len, length = p.kv_len[:batch], _max_kv_len(p)
@@ -319,6 +321,16 @@ def _row_ranges(rows: int, logits_per_row: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
 
+def _not_one_row(t: Tensor) -> Tensor:
+    """``t``, with two rows of zeros behind the last if contents of tensors decide whether it has one row.
+
+    Inductor's matrix products on the CPU depend on that.
+    """
+    if not may_be_one(t.shape[0]):
+        return t
+    return torch.cat((bits(t), bits(t).new_zeros((2, *t.shape[1:])))).view(t.dtype)
+
+
 def single_prefill(
     q: Tensor,
     k: Tensor,
@@ -329,17 +341,18 @@ def single_prefill(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    keys, values = (t[None] if kv_layout == "NHD" else t.transpose(0, 1)[None] for t in (k, v))
-    rows, length, opts = q.shape[0], keys.shape[1], AttentionOptions(**options)
+    keys, values = (t if kv_layout == "NHD" else t.transpose(0, 1) for t in (k, v))
+    rows, length, opts = q.shape[0], keys.shape[0], AttentionOptions(**options)
     if any_zero(rows, length):
         return _without_keys(q, k, v, return_lse, opts)
     kv_len = torch.full((1,), length, device=q.device)
+    queries, keys, values = (_not_one_row(t)[None] for t in (q, keys, values))
     outs, lses = [], []
-    for begin, end in _row_ranges(rows, length * q.shape[1]):
+    for begin, end in _row_ranges(queries.shape[1], length * q.shape[1]):
         row = torch.arange(begin, end, device=q.device)[None]
-        custom_mask = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, length)
-        tiles = Tiles(q[None, begin:end], row, row + length - rows, kv_len, custom_mask=custom_mask)
+        custom_mask = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, keys.shape[1])
+        tiles = Tiles(queries[:, begin:end], row, row + length - rows, kv_len, custom_mask=custom_mask)
         out, lse = _attend(tiles, keys, values, opts)
         outs.append(saturate(out[0], opts.out_dtype or q.dtype))
         lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses) if return_lse else lses[0].new_empty(0)
+    return torch.cat(outs)[:rows], torch.cat(lses)[:rows] if return_lse else lses[0].new_empty(0)

@@ -6,7 +6,6 @@ from typing import Any
 
 from attn_ops.kernels.triton.prefill import launch_tiles
 from attn_ops.kernels.triton.prefill_call import Operands, attend
-from attn_ops.meta.outputs import batch_mla as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions, mla_scale
@@ -25,8 +24,6 @@ def batch_mla(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    o = AttentionOptions(mla_scale(sm_scale), **options)
-    out, lse = allocate(q_nope, return_lse=return_lse, out_dtype=o.out_dtype)
     x = Operands(
         q=q_nope,
         q_b=q_pe,
@@ -39,5 +36,5 @@ def batch_mla(
         kv_rows=0,
         shared=True,
     )
-    attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
-    return out, lse
+    o = AttentionOptions(mla_scale(sm_scale), **options)
+    return attend(launch_tiles, x, PrefillPlan(*plan), workspace, return_lse, o)

@@ -492,16 +492,17 @@ def launch_tiles(
     num_heads, num_kv_heads, dim_a, dim_b, dim_vo = *x.heads, *x.dims
     group = num_heads // num_kv_heads
     problem = None if plan is None else PlanProblem.of(plan.problem)
-    tile = prefill_tile(x.q.device, x.q.dtype, dim_a + dim_b, dim_vo, x.shared, tile_rows * group)
-    if o.pos_encoding == "NONE":
-        page_size = problem.page_size if problem is not None and plan is not None and plan.kv_indices.shape[0] else 0
-        dims = (dim_a + dim_b, dim_vo)
-        tile = tuned(tile, "prefill", x.q.device, x.q.dtype, x.k.dtype, *dims, group, page_size, tile_rows * group)
-    blocks = triton.cdiv(tile_rows * group, tile.rows)
     paged = plan is not None and bool(plan.kv_indices.shape[0] > 0)
+    page_size = problem.page_size if problem is not None and paged else 0
+    packed_rows = tile_rows * group
+    tile = prefill_tile(x.q.device, x.q.dtype, dim_a + dim_b, dim_vo, x.shared, packed_rows)
+    if o.pos_encoding == "NONE":
+        dims = (dim_a + dim_b, dim_vo)
+        tile = tuned(tile, "prefill", x.q.device, x.q.dtype, x.k.dtype, *dims, group, page_size, packed_rows)
+    blocks = triton.cdiv(packed_rows, tile.rows)
     causal = o.causal and o.mask is None
     positional = causal or o.window_left >= 0 or o.window_right >= 0 or o.pos_encoding != "NONE"
-    run = run_length(problem.page_size, tile.kv) if problem is not None and paged else tile.kv
+    run = run_length(page_size, tile.kv) if paged else tile.kv
     if any(type(stride) is int and stride * run >= 1 << 31 for stride in (x.k_strides[1], x.v_strides[1])):
         run = 1  # within a run, offsets have 32 bits
     launch(

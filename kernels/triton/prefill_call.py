@@ -17,7 +17,7 @@ from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
-from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions
+from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions, KVDims
 from attn_ops.plan.sizing import default_tile_rows, is_large_batch
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
 
@@ -61,35 +61,45 @@ split go to ``workspace``. Without a plan the query rows are those of one reques
 def attend(
     launch_tiles: LaunchTiles,
     x: Operands,
-    out: Tensor,
-    lse: Tensor,
     plan: PrefillPlan | None,
     workspace: Tensor | None,
+    return_lse: bool,
     o: AttentionOptions,
-) -> None:
-    """Write ``out`` and, unless it has no elements, ``lse``."""
+) -> tuple[Tensor, Tensor]:
+    """Launch a kernel on the tiles of a call, then combine the tiles that the plan splits. Returns ``(out, lse)``."""
+    out, lse = allocate(x.q, x.k, x.k if x.shared else x.v, return_lse=return_lse, out_dtype=o.out_dtype)
     rows = x.q.shape[0]
     if plan is None:
         dims = sum(x.dims[:2]), x.dims[2]
         large = is_large_batch(*x.heads, dims, 1, rows, x.q.device)
         tile_rows = default_tile_rows(x.q.device, *x.heads, dims, large_batch=large)
-        launch_tiles(x, out, lse, None, None, tile_rows, triton.cdiv(rows, tile_rows), o)
-        return
-    tile_rows = PlanProblem.of(plan.problem).tile_rows
-    launch_tiles(x, out, lse, plan, workspace, tile_rows, max_work_items(plan, rows), o)
-    if workspace is not None and num_partials(plan):
+        num_items = triton.cdiv(rows, tile_rows)
+    else:
+        tile_rows, num_items = PlanProblem.of(plan.problem).tile_rows, max_work_items(plan, rows)
+    launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
+    if plan is not None and workspace is not None and num_partials(plan):
         combine_split_tiles(out, lse, workspace, o.sinks, plan)
+    return out, lse
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, heads: int, at: tuple[int | None, int, int], kv_rows: int) -> Operands:
-    """``at``: the dimensions of k and v that count pages, tokens and heads; the first is None without pages.
+def _paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> Operands:
+    return _operands(q, k_cache, v_cache, 0, PAGED_DIMS[kv_layout])
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
+    return _operands(q, k, v, None, DENSE_DIMS[kv_layout])
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, page: int | None, kv: KVDims) -> Operands:
+    """``page``: the dimension of k and v that counts pages, None without pages.
 
     Head counts and head dims select kernels, so they become numbers, with a guard, also where a graph has symbols.
     """
-    dim_a, dim_b = split_dim(int(q.shape[2]))
-    k_strides, v_strides = (tuple(0 if d is None else t.stride(d) for d in at) for t in (k, v))
-    dims, all_heads = (dim_a, dim_b, int(v.shape[2 if at[0] is None else 3])), (int(q.shape[1]), int(heads))
-    return Operands(q, q, k, v, dims, all_heads, k_strides, v_strides, kv_rows)  # type: ignore[arg-type]
+    k_strides, v_strides = (
+        (0 if page is None else t.stride(page), t.stride(kv.token), t.stride(kv.head)) for t in (k, v)
+    )
+    dims, heads = (*split_dim(int(q.shape[2])), int(v.shape[-1])), (int(q.shape[1]), int(k.shape[kv.head]))
+    return Operands(q, q, k, v, dims, heads, k_strides, v_strides, k.shape[kv.token] if page is None else 0)
 
 
 def plan_arguments(plan: PrefillPlan | None) -> dict[str, Any]:
@@ -122,12 +132,8 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        o = AttentionOptions(**options)
-        out, lse = allocate(q, k_cache, v_cache, return_lse=return_lse, out_dtype=o.out_dtype)
-        token, head = PAGED_DIMS[kv_layout]
-        x = _operands(q, k_cache, v_cache, k_cache.shape[head], (0, token, head), 0)
-        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
-        return out, lse
+        x = _paged(q, k_cache, v_cache, kv_layout)
+        return attend(launch_tiles, x, PrefillPlan(*plan), workspace, return_lse, AttentionOptions(**options))
 
     def block_sparse_prefill(
         q: Tensor,
@@ -142,12 +148,8 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
     ) -> tuple[Tensor, Tensor]:
         page_size = PlanProblem.of(plan[0]).page_size
         k_cache, v_cache = (block_pages(t, page_size, kv_layout) for t in (k, v))
-        form: dict[str, Any] = {"kv_layout": kv_layout, "return_lse": return_lse}
-        return batch_prefill(q, k_cache, v_cache, plan, workspace, **form, **options)
-
-    def dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
-        token, head = DENSE_DIMS[kv_layout]
-        return _operands(q, k, v, k.shape[head], (None, token, head), k.shape[token])
+        x = _paged(q, k_cache, v_cache, kv_layout)
+        return attend(launch_tiles, x, PrefillPlan(*plan), workspace, return_lse, AttentionOptions(**options))
 
     def ragged_prefill(
         q: Tensor,
@@ -160,18 +162,13 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        o = AttentionOptions(**options)
-        out, lse = allocate(q, k, v, return_lse=return_lse, out_dtype=o.out_dtype)
-        x = dense(q, k, v, kv_layout)
-        attend(launch_tiles, x, out, lse, PrefillPlan(*plan), workspace, o)
-        return out, lse
+        x = _dense(q, k, v, kv_layout)
+        return attend(launch_tiles, x, PrefillPlan(*plan), workspace, return_lse, AttentionOptions(**options))
 
     def single_prefill(
         q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        o = AttentionOptions(**options)
-        out, lse = allocate(q, k, v, return_lse=return_lse, out_dtype=o.out_dtype)
-        attend(launch_tiles, dense(q, k, v, kv_layout), out, lse, None, None, o)
-        return out, lse
+        x = _dense(q, k, v, kv_layout)
+        return attend(launch_tiles, x, None, None, return_lse, AttentionOptions(**options))
 
     return batch_prefill, ragged_prefill, single_prefill, block_sparse_prefill

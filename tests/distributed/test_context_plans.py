@@ -110,6 +110,22 @@ def test_page_numbers_of_other_ranks_are_not_checked() -> None:
     assert plan.kv_indices[:2].tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("page", "entry"), [(3, 2), (-1, 3), (2**32, 8)])
+def test_an_error_counts_pages_as_the_page_table_of_all_ranks(page: int, entry: int, dtype: torch.dtype) -> None:
+    """Rank 1 has pages 2 and 3 of the first request, and page 2 of the second, whose entry is 8."""
+    kv_indptr, kv_indices, last = int32([0, 6, 9]), torch.zeros(9, dtype=dtype), int32([16, 16])
+    page = page if dtype == torch.int64 else min(page, 3)
+    kv_indices[entry] = page
+    planner = _decode(cache_pages=3)
+    before = [t.clone() for t in planner.state]
+    with pytest.raises(
+        PageTableError, match=re.escape(f"kv_indices[{entry}] is {page}; expected a page of the cache, 0")
+    ):
+        planner.plan(kv_indptr, kv_indices, last)
+    assert all(map(torch.equal, planner.state, before))
+
+
 def _attend(planner: DecodePlanner, options: dict[str, Any]) -> Any:
     q, cache = torch.zeros(4, 4, 16), torch.zeros(20, 16, 2, 16)
     return torch.ops.attn.batch_decode(q, cache, cache, planner.state, planner.workspace, **options)

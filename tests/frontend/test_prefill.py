@@ -453,6 +453,7 @@ def test_cudnn_plans_take_lengths_of_keys_for_those_of_queries() -> None:
 def test_offsets_of_values_or_output_that_differ_are_refused() -> None:
     r = requests("ragged")
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="cudnn")
-    for name, indptr in (("v_indptr", r.kv_indptr * 100), ("o_indptr", r.qo_indptr + 1)):
+    refused = {"v_indptr": (r.kv_indptr * 100, r.kv_indptr[:-1]), "o_indptr": (r.qo_indptr + 1, r.qo_indptr[None])}
+    for name, indptr in ((name, indptr) for name, indptrs in refused.items() for indptr in indptrs):
         with pytest.raises(errors.UnsupportedError, match=f"{name} differs from .*; omit {name}"):
             wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], **{name: indptr})

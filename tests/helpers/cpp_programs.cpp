@@ -18,6 +18,7 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <atomic>
+#include <cmath>
 #include <exception>
 #include <fstream>
 #include <iostream>
@@ -54,15 +55,20 @@ bool libpython_is_mapped() {
   return false;
 }
 
+// A NaN stands for an undefined tensor, and an infinity for a sparse one.
 Tensors tensors(const c10::IValue& value) {
   Tensors found;
-  for (const c10::IValue& one : value.toListRef()) found.push_back(one.toTensor());
+  for (const c10::IValue& one : value.toListRef()) {
+    const at::Tensor t = one.toTensor();
+    const double mark = t.dim() == 0 ? t.item<double>() : 0;
+    found.push_back(std::isnan(mark) ? at::Tensor() : std::isinf(mark) ? t.new_ones({2}).to_sparse() : t);
+  }
   return found;
 }
 
 c10::IValue saved(const Tensors& list) {
   std::vector<c10::IValue> found;
-  for (const at::Tensor& t : list) found.emplace_back(t.defined() ? t.clone() : at::empty({0}));
+  for (const at::Tensor& t : list) found.emplace_back(t.defined() && !t.is_sparse() ? t.clone() : at::empty({0}));
   return c10::ivalue::Tuple::create(found);
 }
 
@@ -92,9 +98,8 @@ std::string name(const attn::Error& error) {
 
 // Calls of the C++ API. CASES.pt is a list of [page table, inputs], lists of tensors. A page table of three tensors is
 // for plan(batch), of four for plan(qo_indptr, batch), of two for plan_ragged(); an empty one is not planned, and
-// without inputs nothing runs. An input of one NaN stands for an undefined tensor. RESULTS.pt has [plan and workspace,
-// inputs, outputs] of each case afterwards. One line of each case is printed: "ok", or the class and the message of
-// the exception.
+// without inputs nothing runs. RESULTS.pt has [plan and workspace, inputs, outputs] of each case afterwards. One line of
+// each case is printed: "ok", or the class and the message of the exception.
 int calls(int argc, char** argv) {
   if (argc != 4 && argc != 5) return 2;
   attn::Planner planner(argv[argc - 1 == 4 ? 4 : 1]);
@@ -103,9 +108,8 @@ int calls(int argc, char** argv) {
   std::vector<c10::IValue> results;
   for (const c10::IValue& one : cases.toListRef()) {
     const Tensors table = tensors(one.toListRef()[0]);
-    Tensors inputs = tensors(one.toListRef()[1]), outputs;
-    for (at::Tensor& t : inputs)
-      if (t.dim() == 0 && t.isnan().item<bool>()) t = at::Tensor();
+    const Tensors inputs = tensors(one.toListRef()[1]);
+    Tensors outputs;
     try {
       outputs = call(planner, step, table, inputs);
       std::cout << "ok\n";

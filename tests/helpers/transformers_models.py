@@ -62,11 +62,11 @@ _SHARED: dict[str, Any] = {
     **{"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
 }
 
+_GEMMA3N = {**_SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
+
 SHARED_KEYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3n": (
-        "Gemma3nTextConfig",
-        {**_SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6},
-    ),
+    "gemma3n": ("Gemma3nTextConfig", _GEMMA3N),
+    "gemma3n-full": ("Gemma3nTextConfig", {**_GEMMA3N, "layer_types": ["full_attention"] * 6}),
     "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 32}),
 }
 """Models whose last layers have the keys of earlier ones. Those of Gemma 4 compute only the rows that are kept."""

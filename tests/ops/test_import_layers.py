@@ -72,18 +72,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAZY = "kernels"
 """The package whose modules the backend table names. They are imported when they are first chosen."""
 
-PRIVATE: dict[str, set[str]] = {
-    "torch._inductor": {"ops.inductor", "ops.size_guards", "native.package", "packaging"},
-    "torch._dynamo": {"ops.inductor", "demo.compiling"},
-    "torch._C": {
-        "eager.captured_call",
-        "eager.interposition",
-        "eager.prepared_call",
-        "eager.launches",
-        "kernels.triton.launch",
-    },
-}  # fmt: skip
-"""Private parts of PyTorch, and the modules that may use them: those to look at when a release changes one."""
+ARCHITECTURE = (ROOT / "docs/contributing/architecture.md").read_text(encoding="utf-8")
 
 
 def _files() -> dict[str, Path]:
@@ -150,22 +139,50 @@ def test_a_module_imports_no_layer_above_its_own(module: str) -> None:
     assert kernel or not {name for name in imported if name.startswith(f"{LAZY}.")}
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_private_parts_of_pytorch_are_used_where_they_are_listed(module: str) -> None:
-    names = {name for name, _ in _names(module)}
-    used = {part for part in PRIVATE if any(f"{name}.".startswith(f"{part}.") for name in names)}
-    assert used == {part for part, modules in PRIVATE.items() if module in modules}
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    """Private parts of PyTorch that a module imports or reaches, up to their first name with an underscore."""
+    imported: dict[str, str] = {}  # full names, by the names in the module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    reached = (ast.unparse(node).partition(".") for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    for name in (*imported.values(), *(f"{imported.get(head, head)}.{rest}" for head, _, rest in reached)):
+        private = re.match(r"torch\.(?:[a-zA-Z]\w*\.)*_(?!_)\w+", name)
+        if private:
+            yield private[0]
+
+
+def test_private_names_are_found() -> None:
+    code = """
+import torch
+import torch.distributed as dist
+from torch import _guards
+from torch.utils._pytree import tree_map
+def f(x): return torch.__version__, torch._C._cuda_getDevice(), dist._symmetric_memory.empty(x), x._version, own._name
+"""
+    names = {"torch._guards", "torch.utils._pytree", "torch._C", "torch.distributed._symmetric_memory"}
+    assert set(_private_names(ast.parse(code))) == names
+
+
+def test_private_parts_of_pytorch_are_used_where_the_architecture_lists_them() -> None:
+    rows = re.findall(r"^\| `(torch\.[\w.]+)` \| .+ \| (.+) \|$", ARCHITECTURE, re.MULTILINE)
+    listed = {name: re.findall(r"`([^`]+)`", files) for name, files in rows}
+    used: dict[str, set[str]] = {}
+    for file in FILES.values():
+        for name in _private_names(ast.parse(file.read_text(encoding="utf-8"))):
+            used.setdefault(name, set()).add(str(file.relative_to(ROOT)))
+    assert listed == {name: sorted(files) for name, files in sorted(used.items())}
 
 
 def test_the_table_names_modules_that_exist() -> None:
     assert {prefix for prefixes in LAYERS for prefix in prefixes} <= FILES.keys()
-    assert set().union(*PRIVATE.values()) <= FILES.keys()
 
 
 def _documented() -> dict[str, int]:
     """The layer of each module and folder in the table of the architecture."""
-    text = (ROOT / "docs/contributing/architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d) \| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", ARCHITECTURE, re.MULTILINE)
     named = {name: int(layer) for layer, names in rows for name in re.findall(r"`([^`]+)`", names)}
     return {name.rstrip("/").replace("/", "."): layer for name, layer in named.items()}
 

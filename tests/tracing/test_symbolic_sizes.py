@@ -21,7 +21,12 @@ from torch.export import Dim
 
 import attn_ops
 from attn_ops import errors
-from attn_ops.flash_attn import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
+from attn_ops.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 4, 2, 16, 4, 0.25
 SIZES = {"page_size": PAGE, "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -147,6 +152,69 @@ def _chosen_rows(attend: Attend, backend: str) -> Callable[[int], Tensor]:
 def test_rows_that_the_graph_chooses(make: Callable[[], tuple[Attend, Expected]]) -> None:
     attend, expected = make()
     expected.check(_chosen_rows(attend, "aot_eager")(5))
+
+
+CHUNK = Requests((130,), (7,), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("function", [False, True], ids=["op", "function"])
+@pytest.mark.parametrize("pos_encoding", ["NONE", "ROPE_LLAMA"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_and_keys_of_one_request_that_the_graph_chooses(function: bool, pos_encoding: str) -> None:
+    """Inductor's matrix products need to know whether there is one row or key. Here 0, 1 or more are."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        q, kept = q[rows], keys.nonzero()[:, 0]
+        k, v = k[kept], v[kept]
+        if function:
+            options: dict[str, Any] = {"causal": True, "pos_encoding_mode": pos_encoding, "return_lse": True}
+            return attn_ops.single_prefill_with_kv_cache(q, k, v, **options)
+        return torch.ops.attn.single_prefill(q, k, v, causal=True, pos_encoding=pos_encoding, return_lse=True)
+
+    q, (k, v) = CHUNK.q, CHUNK.ragged()
+    compiled = torch.compile(attend, fullgraph=True)
+    for rows, keys in ((7, 130), (1, 130), (7, 1), (0, 9), (3, 0)):
+        masks = (torch.arange(len(t), device=DEVICE) < n for t, n in ((q, rows), (k, keys)))
+        expected = Expected.of([(q[:rows], k[:keys], v[:keys])], causal=True, pos_encoding=pos_encoding)
+        expected.check(*compiled(q, k, v, *masks))
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_requests_that_the_graph_chooses() -> None:
+    """A step over the requests and pages that masks keep: places, append, plan, decode and varlen attention."""
+    planner = attn_ops.DecodePlanner(5, 40, page_size=16, num_qo_heads=4, num_kv_heads=2, head_dim=64, device=DEVICE)
+    requests = Requests(CHOSEN.kv_lens)
+    caches, (k, v), seq_lens = requests.cache(), requests.ragged(), requests.seq_lens
+    last, tables = requests.kv_indptr[1:].long() - 1, requests.block_tables()
+    for cache in caches:
+        pages = tables.gather(1, (seq_lens[:, None].long() - 1) // 16)[:, 0].long()
+        cache[pages, (seq_lens.long() - 1) % 16] = torch.nan  # the step appends these tokens
+
+    def step(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, seq_lens: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, tables, seq_lens = (t[keep] for t in (q, k, v, tables, seq_lens))
+        pages = (seq_lens + 15) // 16
+        used = torch.arange(tables.shape[1], device=tables.device) < pages[:, None]
+        indices = tables[used]
+        indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+        ones = torch.nn.functional.pad(torch.ones_like(seq_lens).cumsum(0), (1, 0)).int()
+        places = attn_ops.get_batch_indices_positions(ones, seq_lens, seq_lens.shape[0])
+        table = indices, indptr, seq_lens - (pages - 1) * 16
+        attn_ops.append_paged_kv_cache(k, v, *places, caches, *table)
+        plan = planner.plan(indptr, indices, table[2])
+        out, _ = torch.ops.attn.batch_decode(q, *caches, plan, planner.workspace)
+        same = flash_attn_varlen_func(q, k, v, ones, ones.clone(), 1, 1)
+        return out, same, torch.ops.attn.merge_state(out, out[..., 0].float(), out, out[..., 0].float())[0]
+
+    keep = torch.tensor([True, False, True, True, True], device=DEVICE)
+    inputs = requests.q, k[last], v[last], tables, seq_lens, keep
+    for t in inputs:
+        torch._dynamo.decorators.mark_unbacked(t, 0)
+    out, same, merged = torch.compile(step, fullgraph=True)(*inputs)
+    kept = zip(requests.q.split(1), requests.batch.keys, requests.batch.values, keep.tolist(), strict=True)
+    expected = Expected.of([tensors for *tensors, chosen in kept if chosen])
+    expected.check(out)
+    expected.check(merged)
+    torch.testing.assert_close(same, v[last][keep].repeat_interleave(2, 1))
 
 
 @pytest.mark.parametrize("make", [_decode, _run])

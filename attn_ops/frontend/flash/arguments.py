@@ -137,7 +137,7 @@ class Descales(NamedTuple):
         if not any(scale is not None for scale in scales):
             return _NO_FACTORS
         (rows, num_heads, _), num_kv_heads = q.shape, k.shape[-2]
-        logits: dict[str, Scale] = {}
+        factors: dict[str, Scale] = {}
         for name, scale in zip(self._fields, scales, strict=True):
             if isinstance(scale, Tensor) and _is_one_value(scale):
                 scale = scale[(0,) * scale.dim()]
@@ -145,19 +145,20 @@ class Descales(NamedTuple):
                 expected = f"one value, or {[requests, num_kv_heads]}: one per request and KV head"
                 fail(ShapeError, where, f"{name} is {shape_of(scale)}", expected, "correct it")
             _check_positive(where, name, scale)
-            logits[name] = scale
+            factors[name] = scale
             if not isinstance(scale, Tensor) or scale.dim() == 0:
                 continue
             by_head = scale.to(q.device, torch.float32).repeat_interleave(num_heads // max(1, num_kv_heads), 1)
             if by_head.shape[1] != num_heads:  # the op refuses these heads
-                logits[name] = None
+                factors[name] = None
             elif cu_seqlens_q is None:
-                logits[name] = by_head.repeat_interleave(rows // max(1, requests), 0)
+                factors[name] = by_head.repeat_interleave(rows // max(1, requests), 0)
             else:
                 begins = offsets(where, "cu_seqlens_q", cu_seqlens_q, requests, "q", rows).to(q.device)
                 row = torch.arange(rows, device=q.device)
-                logits[name] = by_head[(torch.searchsorted(begins, row, right=True) - 1).clamp(0, requests - 1)]
-        return ScaleFactors(logits, {"v_descale": logits.pop("v_descale")})
+                factors[name] = by_head[(torch.searchsorted(begins, row, right=True) - 1).clamp(0, requests - 1)]
+        values = {"v_descale": factors.pop("v_descale")}
+        return ScaleFactors(factors, values)
 
 
 _NO_FACTORS = ScaleFactors()

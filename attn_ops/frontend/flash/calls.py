@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import Executable, OpCall
+from attn_ops.eager.prepared_call import Executable, MappedCall, OpCall
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.autocast import joined
@@ -25,7 +25,7 @@ from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
-from attn_ops.symbolic_sizes import at_most, decide
+from attn_ops.symbolic_sizes import agree, at_most, decide, holds
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
 VARLEN = "[tokens, num_heads, head_dim]"
@@ -51,10 +51,16 @@ class Result(NamedTuple):
             rows_shape=self.shape,
         )
 
+    @property
+    def transposes_lse(self) -> bool:
+        """Whether :meth:`of` changes a result of the output spec."""
+        return self.return_lse and self.shape is not None
+
     def of(self, result: Any) -> Any:
         """FlashAttention's layout of the LSE: ``[batch, heads, seqlen]``, or ``[heads, tokens]``."""
-        if not self.return_lse or self.shape is None:
+        if not self.transposes_lse:
             return result
+        assert self.shape is not None
         out, lse = result
         return out, lse.unflatten(0, self.shape).transpose(1, 2).contiguous()
 
@@ -81,31 +87,17 @@ class FlashCall(NamedTuple):
 
     def op_call(self) -> OpCall:
         op_call = self.call.op_call() if self.found is None else FoundCall(self.call, self.found).op_call()
-        finalize, result = op_call.finalize, self.result
-        assert finalize is not None
-        return op_call._replace(
-            finalize=lambda *outputs: result.of(finalize(*outputs)),
-            views=self.views,
-            before=() if self.append is None else (self.append,),
-        )
+        if self.result.transposes_lse:
+            op_call = op_call.then(self.result.of)
+        return op_call._replace(views=self.views, before=() if self.append is None else (self.append,))
 
 
-class ProbabilitiesCall(NamedTuple):
+def with_probabilities(call: Executable) -> Executable:
     """A call with LSE that returns ``(out, lse, None)``, as FlashAttention 2 with ``return_attn_probs``.
 
     FlashAttention 2 returns probabilities with dropout alone, for tests.
     """
-
-    call: Executable
-
-    def execute(self) -> Any:
-        return *self.call.execute(), None
-
-    def op_call(self) -> OpCall:
-        found = self.call.op_call()
-        finalize = found.finalize
-        assert finalize is not None
-        return found._replace(finalize=lambda *outputs: (*finalize(*outputs), None), destinations=None)
+    return MappedCall(call, lambda result: (*result, None))
 
 
 # -------------------------------------------------------------------------------------------------- without a KV cache
@@ -121,7 +113,7 @@ def check_heads(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) 
 def requests_of(where: str, name: str, cumulative: Tensor) -> int:
     """The requests of cumulative lengths ``[batch + 1]``."""
     requests = index(where, name, cumulative).shape[0] - 1
-    if requests < 0:
+    if not holds(requests >= 0):
         fail(ShapeError, where, f"{name} is [0]", "[batch + 1]", "pass cumulative lengths from 0")
     return requests
 
@@ -170,7 +162,7 @@ def dense_attention(
         ranked(where, name, t, DENSE)
     batch, q_len, kv_len, device = q.shape[0], q.shape[1], k.shape[1], q.device
     for name, t in (("k", k), ("v", v)):
-        if t.shape[0] != batch or t.shape[1] != kv_len:
+        if not agree(t.shape[:2], (batch, kv_len)):
             fail(
                 ShapeError,
                 where,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import OpCall
+from attn_ops.eager.prepared_call import Executable, MappedCall
 from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.frontend.block_tables import lengths
 from attn_ops.frontend.flash.calls import FlashCall, requests_of
@@ -65,7 +65,12 @@ class Used(NamedTuple):
                 fail(DeviceError, where, f"{name} is on {t.device}", f"{of.device}, where {first} is", "move it")
         return tuple(None if t is None else t[self.source] for t in tensors.values())
 
-    def spread(self, result: Any, return_lse: bool, out: Tensor | None) -> Any:
+    def spread_call(self, call: FlashCall) -> Executable:
+        """``call`` of used rows, with its results spread over all rows."""
+        return_lse, out = call.result.return_lse, call.result.out
+        return MappedCall(call, lambda result: self._spread(result, return_lse, out), repeatable=False)
+
+    def _spread(self, result: Any, return_lse: bool, out: Tensor | None) -> Any:
         """The results of all rows from those of used rows, which may be in ``out``. Unused rows get 0 and -inf."""
         packed, lse = result if return_lse else (result, None)
         bits = packed.view(torch.uint8) if packed.dtype in FP8 else packed  # bits of 0 are 0
@@ -73,24 +78,3 @@ class Used(NamedTuple):
         if out is not None:
             spread = out.copy_(spread)
         return spread if lse is None else (spread, torch.where(self.used, lse[:, self.place], -math.inf))
-
-
-class SpreadCall(NamedTuple):
-    """A call of used rows, whose result is spread over all rows."""
-
-    call: FlashCall
-    rows: Used
-    return_lse: bool
-    out: Tensor | None
-
-    def spread(self, result: Any) -> Any:
-        return self.rows.spread(result, self.return_lse, self.out)
-
-    def execute(self) -> Any:
-        return self.spread(self.call.execute())
-
-    def op_call(self) -> OpCall:
-        found = self.call.op_call()
-        finalize = found.finalize
-        assert finalize is not None
-        return found._replace(finalize=lambda *outputs: self.spread(finalize(*outputs)), destinations=None)

@@ -42,7 +42,7 @@ def spec_of_sizes(
         q_dtype: dtype of the query; that of the cache if it is not known.
         kv_dtype: dtype of the cache.
     """
-    general = needs_general_decode(computed_dtype(q_dtype, kv_dtype), kv_dtype, "NONE")
+    general = needs_general_decode(computed_dtype(q_dtype, kv_dtype), kv_dtype, "NONE", head_dims[1])
     return PlanSpec(
         decode=decode,
         paged=True,

@@ -128,7 +128,7 @@ class Package {
 
   void check(const InputSpec& spec, const at::Tensor& t) const {
     const char* fix = "pass tensors like the exported ones, or export the program for these sizes";
-    if (!t.defined()) fail<ArgumentError>("run", spec.name + " is undefined", "a tensor", "pass a tensor");
+    detail::check_strided("run", spec.name, t);
     const std::string dtype = detail::dtype_name(t.scalar_type());
     const std::string device = c10::DeviceTypeName(t.device().type(), true);
     if (dtype != spec.dtype) fail<DTypeError>("run", spec.name + " is " + dtype, spec.dtype, "convert it");

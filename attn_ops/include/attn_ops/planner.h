@@ -42,6 +42,17 @@ inline std::string text(int64_t number) { return std::to_string(number); }
 inline std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 inline at::ScalarType dtype_of(const std::string& name) { return c10::getStringToDtypeMap().at(name); }
 
+inline std::string layout_name(at::Layout layout) {
+  switch (layout) {
+    case at::kSparse: return "sparse_coo";
+    case at::kSparseCsr: return "sparse_csr";
+    case at::kSparseCsc: return "sparse_csc";
+    case at::kSparseBsr: return "sparse_bsr";
+    case at::kSparseBsc: return "sparse_bsc";
+    default: return "not strided";
+  }
+}
+
 // The message of a C++ exception without the backtrace. A package throws errors of torch as other exceptions.
 inline std::string message(const std::exception& error) {
   const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
@@ -170,9 +181,21 @@ struct Table {
   at::Tensor tensor;
 };
 
+// Raises what attn_ops/typed.py raises of a tensor without strides.
+inline void check_strided(const char* where, const std::string& name, const at::Tensor& t) {
+  if (!t.defined()) fail<ArgumentError>(where, name + " is undefined", "a tensor", "pass a tensor");
+  if (t.is_nested())
+    fail<ArgumentError>(
+        where, name + " is a nested tensor", "a strided tensor",
+        "pass torch.cat(" + name + ".unbind()), or " + name + ".to_padded_tensor(0)");
+  if (t.layout() != at::kStrided)
+    fail<ArgumentError>(
+        where, name + " is " + layout_name(t.layout()), "a strided tensor", "pass " + name + ".to_dense()");
+}
+
 inline void check_table(const Table& table, c10::Device device) {
   const auto& [name, t] = table;
-  if (!t.defined()) fail<ArgumentError>("plan", name + " is undefined", "a tensor", "pass a tensor");
+  check_strided("plan", name, t);
   if (!at::isIntegralType(t.scalar_type(), false))
     fail<DTypeError>("plan", name + " is " + dtype_name(t.scalar_type()), "an integer dtype", "convert it");
   if (t.device() != device)

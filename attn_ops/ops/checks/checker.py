@@ -74,8 +74,13 @@ class OpChecker:
     def indptr(self, name: str, t: Tensor, dims: str, like: Tensor | None) -> None:
         """Check cumulative lengths: there is an element even without requests."""
         self.tensor(name, t, dims, (torch.int32,), like)
-        if not t.shape[0]:
+        if not holds(t.shape[0] > 0):
             self.fail(ShapeError, f"{name} is [0]", f"{dims}, which is [1] where there are none", "pass one 0")
+
+    def per_request(self, name: str, t: Tensor, indptr_name: str, indptr: Tensor) -> None:
+        """Check numbers of requests: int32, one for each request of ``indptr``, which has been checked."""
+        self.tensor(name, t, "[batch]", (torch.int32,), indptr)
+        self.size(name, "length", t.shape[0], indptr.shape[0] - 1, f"{indptr_name} less 1")
 
     def size(self, name: str, dim: str, actual: int, expected: int, source: str) -> None:
         if not holds(actual == expected):

@@ -9,12 +9,13 @@ from attn_ops.errors import DTypeError, ShapeError, dtype_name
 from attn_ops.ops.backends import Problem
 from attn_ops.ops.checks.checker import OpChecker, memory_layout
 from attn_ops.ops.options import FLOATS
+from attn_ops.symbolic_sizes import agree
 
 
 def _states(op: OpChecker, v: Tensor, s: Tensor, dims: str, like: Tensor | None, suffix: str = "") -> None:
     op.tensor(f"v{suffix}", v, f"[{dims}, head_dim]", FLOATS, like)
     op.tensor(f"s{suffix}", s, f"[{dims}]", (torch.float32,), v)
-    if s.shape != v.shape[:-1]:
+    if not agree(s.shape, v.shape[:-1]):
         op.fail(
             ShapeError,
             f"s{suffix} is {list(s.shape)}",
@@ -24,19 +25,20 @@ def _states(op: OpChecker, v: Tensor, s: Tensor, dims: str, like: Tensor | None,
 
 
 def _check_same_form(op: OpChecker, a: Tensor, b: Tensor, name_a: str, name_b: str) -> None:
-    if a.shape != b.shape or a.dtype != b.dtype:
+    same_shape = agree(a.shape, b.shape)
+    if not same_shape or a.dtype != b.dtype:
         op.fail(
-            DTypeError if a.shape == b.shape else ShapeError,
+            DTypeError if same_shape else ShapeError,
             f"{name_b} is {list(b.shape)} {dtype_name(b.dtype)}",
             f"{list(a.shape)} {dtype_name(a.dtype)} as {name_a}",
             "make the two agree",
         )
 
 
-def _problem(op: str, *values: Tensor) -> Problem:
+def _problem(op: OpChecker, *values: Tensor) -> Problem:
     v = values[0]
     layout = memory_layout(values, ())
-    return Problem(op, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]), layout=layout)
+    return Problem(op.name, v.device, v.dtype, v.dtype, head_dim_vo=int(v.shape[-1]), layout=layout)
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *, backend: str = "auto") -> Problem:
@@ -45,14 +47,14 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, *, backend: 
     _states(op, v_b, s_b, "rows, heads", v_a, "_b")
     _check_same_form(op, v_a, v_b, "v_a", "v_b")
     op.no_grad(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
-    return _problem("merge_state", v_a, v_b)
+    return _problem(op, v_a, v_b)
 
 
 def merge_states(v: Tensor, s: Tensor, *, backend: str = "auto") -> Problem:
     op = OpChecker("merge_states")
     _states(op, v, s, "rows, states, heads", None)
     op.no_grad(v=v, s=s)
-    return _problem("merge_states", v)
+    return _problem(op, v)
 
 
 def merge_state_in_place(
@@ -68,7 +70,7 @@ def merge_state_in_place(
         op.tensor("mask", mask, "[rows]", (torch.bool, torch.uint8), v)
         op.size("mask", "rows", mask.shape[0], v.shape[0], "v")
     op.no_grad(v=v, s=s, v_other=v_other, s_other=s_other)
-    return _problem(op.name, v, v_other)
+    return _problem(op, v, v_other)
 
 
 def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = "auto") -> Problem:
@@ -76,4 +78,4 @@ def merge_states_varlen(v: Tensor, s: Tensor, indptr: Tensor, *, backend: str = 
     _states(op, v, s, "states, heads", None)
     op.indptr("indptr", indptr, "[rows + 1]", v)
     op.no_grad(v=v, s=s)
-    return _problem(op.name, v)
+    return _problem(op, v)

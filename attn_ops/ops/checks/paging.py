@@ -127,8 +127,7 @@ def _size(op: OpChecker, name: str, value: int, least: int) -> None:
 def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, *, backend: str = "auto") -> Problem:
     op = OpChecker("batch_indices_positions")
     op.indptr("append_indptr", append_indptr, "[batch + 1]", None)
-    op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), append_indptr)
-    op.size("seq_lens", "length", seq_lens.shape[0], append_indptr.shape[0] - 1, "append_indptr less 1")
+    op.per_request("seq_lens", seq_lens, "append_indptr", append_indptr)
     _size(op, "nnz", nnz, 0)
     return Problem(op.name, append_indptr.device)
 
@@ -136,8 +135,7 @@ def batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int, *
 def seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int, *, backend: str = "auto") -> Problem:
     op = OpChecker("seq_lens")
     op.indptr("kv_indptr", kv_indptr, "[batch + 1]", None)
-    op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), kv_indptr)
-    op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
+    op.per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
     _size(op, "page_size", page_size, 1)
     return Problem(op.name, kv_indptr.device)
 
@@ -195,8 +193,7 @@ def shard_page_table(
     op = OpChecker("shard_page_table")
     op.indptr("kv_indptr", kv_indptr, "[batch + 1]", None)
     op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), kv_indptr)
-    op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), kv_indptr)
-    op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
+    op.per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
     _size(op, "page_size", page_size, 1)
     ContextShard(rank, world, interleave).check_page_size(op.name, page_size)
     return Problem(op.name, kv_indptr.device)

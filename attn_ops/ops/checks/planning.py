@@ -21,11 +21,9 @@ def _page_table(
     plan: DecodePlan | PrefillPlan,
     seq_lens: Tensor | None,
 ) -> None:
-    device = plan.kv_len
-    op.indptr("kv_indptr", kv_indptr, "[batch + 1]", device)
-    op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), device)
-    op.tensor("kv_last_page_len", kv_last_page_len, "[batch]", (torch.int32,), device)
-    op.size("kv_last_page_len", "length", kv_last_page_len.shape[0], kv_indptr.shape[0] - 1, "kv_indptr less 1")
+    op.indptr("kv_indptr", kv_indptr, "[batch + 1]", plan.kv_len)
+    op.tensor("kv_indices", kv_indices, "[pages]", (torch.int32,), plan.kv_len)
+    op.per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
     for what, needed, capacity, name in (
         ("requests", kv_indptr.shape[0] - 1, plan.kv_len.shape[0], "max_batch"),
         ("pages", kv_indices.shape[0], plan.kv_indices.shape[0], "max_pages"),
@@ -46,7 +44,7 @@ def _page_table(
     if world == 1:
         what = "seq_lens is given and the plan is for whole requests"
         op.fail(PlanError, what, "a plan for the keys of one of several ranks", "leave seq_lens out")
-    op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), device)
+    op.tensor("seq_lens", seq_lens, "[batch]", (torch.int32,), plan.kv_len)
     op.size("seq_lens", "length", seq_lens.shape[0], kv_last_page_len.shape[0], "kv_last_page_len")
 
 
@@ -62,7 +60,7 @@ def plan_decode(
     op = OpChecker("plan_decode")
     typed = op.plan(plan, DecodePlan, plan[0] if plan else None)
     _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed, seq_lens)
-    return Problem("plan_decode", typed.kv_len.device)
+    return Problem(op.name, typed.kv_len.device)
 
 
 def plan_prefill(
@@ -80,4 +78,4 @@ def plan_prefill(
     op.indptr("qo_indptr", qo_indptr, "[batch + 1]", typed.kv_len)
     _page_table(op, kv_indptr, kv_indices, kv_last_page_len, typed, seq_lens)
     op.size("qo_indptr", "length", qo_indptr.shape[0], kv_indptr.shape[0], "kv_indptr")
-    return Problem("plan_prefill", typed.kv_len.device)
+    return Problem(op.name, typed.kv_len.device)
