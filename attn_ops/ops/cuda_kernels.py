@@ -27,8 +27,7 @@ CUDA_DECODE_HEAD_DIMS = frozenset({64, 128})
 """Head dims of the CUDA decode kernel."""
 
 CUDA_DECODE_PADDED_HEAD_DIMS = (80, 96, 112)
-"""Head dims that the CUDA decode kernel for :data:`CUDA_DECODE_PADDED_TO` takes too: tensor maps pad keys and values
-with zeros, in shared memory alone. Rows are whole vectors also in FP8."""
+"""Head dims that the CUDA decode kernel pads to :data:`CUDA_DECODE_PADDED_TO`. Rows are whole vectors also in FP8."""
 
 CUDA_DECODE_PADDED_TO = 128
 
@@ -64,7 +63,7 @@ CUDA_PREFILL_ROPE_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 CUDA_PREFILL_ALIBI_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """Head dims of the kernel that adds the bias of ALiBi."""
 
-CUDA_PREFILL_PADDED_HEAD_DIMS = ((96, 96), (128, 128), (192, 192), (256, 256))
+CUDA_PREFILL_PADDED_HEAD_DIMS = ((128, 128), (192, 192), (256, 256))
 """Head dims of the kernels for heads with fewer columns, ascending. Tensor maps pad keys and values with zeros, in
 shared memory alone."""
 

@@ -8,7 +8,7 @@
 //     DTYPE        type of the WGMMA operands: 1 float16, 2 bfloat16; float16 with an FP8 cache
 //     KV_FP8       type of an FP8 cache: 1 e4m3, 2 e5m2; 0 for a 16-bit cache
 //     ROPE         1: rotate queries and keys by their positions (ROPE_LLAMA); for 16-bit caches alone
-//     PADDED       1: heads have fewer columns, head_dim: the other columns are zeros in shared memory; not with ROPE
+//     PADDED       1: heads have fewer columns, head_dim, from 64 on (see HeadDim); not with ROPE
 // Head counts, group, strides, page size, window, soft cap, sinks, scales, the type of the output and, with an FP8
 // cache, the type of the query are parameters.
 //
@@ -90,8 +90,8 @@ namespace attn_ops {
 //     number, then the tile.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM]
-    // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns]; kRowBytes of columns. If PADDED,
-    // KV_HEADS in place of KV_HEADS * HEAD_DIM / columns, and head_dim columns
+    // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns]; kRowBytes of columns. If PADDED, FP8
+    // caches have head_dim columns
     const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
     const float* sinks,                       // [num_kv_heads * group] or null
     const float* kv_scale,                    // [2] or null

@@ -14,6 +14,7 @@ from attn_ops.kernels.cuda.operands import (
     OUT_TYPES,
     ROPE_PARAMETERS,
     ROW_BYTES,
+    Columns,
     box_of_pages,
     paged_map,
     rope_arguments,
@@ -136,13 +137,13 @@ def cache_arguments(
 ) -> dict[str, Any]:
     """The arguments for keys and values of the specialization ``key``."""
     token, head = PAGED_DIMS[kv_layout]
-    tokens = tile_tokens(key.head_dim, key.kv_heads, k_cache.dtype in FP8_TYPES)
+    fp8 = k_cache.dtype in FP8_TYPES
+    tokens = tile_tokens(key.head_dim, key.kv_heads, fp8)
+    columns = Columns.overlapping(k_cache) if key.padded and not fp8 else Columns.of(k_cache, padded=key.padded)
     arguments: dict[str, Any] = {"box": box_of_pages(problem.page_size, tokens)}
     for name, t in (("k", k_cache), ("v", v_cache)):
         strides, sizes = (t.stride(0), t.stride(token), t.stride(head)), (problem.num_kv_heads, problem.page_size)
-        one, page_step, head_step = paged_map(
-            t, strides, *sizes, arguments["box"], heads_of_box=key.kv_heads, padded=key.padded
-        )
+        one, page_step, head_step = paged_map(t, strides, *sizes, arguments["box"], columns, heads_of_box=key.kv_heads)
         arguments |= {name: one, f"{name}_page_step": page_step, f"{name}_head_step": head_step}
     return arguments
 

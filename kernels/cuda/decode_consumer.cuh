@@ -213,11 +213,12 @@ struct Consumer {
       for (int c = 0; c < kColumnBlocks; ++c)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int column = c * 64 + column_of(r);
+          const int column = results.columns.column_of_head(c * 64 + column_of(r));
           const float x = output[c][place(j, r)] * norm;
+          if (PADDED && column < 0) continue;
           if (to.whole)
             store_shared(shared_address(own.staged) + head * kStagedRowBytes + column * 4, x);
-          else if (exists && (!PADDED || column < dim))
+          else if (exists)
             // The 8 lanes of a packed row store 8 consecutive columns, with FP8 every second of 16.
             results.partial[(to.first + head) * dim + column] = x;
         }

@@ -29,13 +29,11 @@ constexpr int kProducerWarp = kConsumers * kConsumerWarps;
 constexpr int kConverterThreads = ROPE ? 128 : 0, kThreads = 32 * (kProducerWarp + 1) + kConverterThreads;
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
 // Keys or values of a KV tile in shared memory, as TMA boxes write them:
-// [tokens / 8, KV_HEADS, kTokenBytes / kRowBytes, 8 tokens, kRowBytes]. A row is as wide as the swizzle. Boxes of
-// padded heads have one row of each token: kBoxes boxes have all columns, in the layout [kBoxes, tokens, kRowBytes].
+// [tokens / 8, KV_HEADS, kTokenBytes / kRowBytes, 8 tokens, kRowBytes]. A row is as wide as the swizzle.
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
-constexpr int kBoxes = PADDED ? kTokenBytes / kRowBytes : 1, kBoxColumns = 64;
-constexpr int kBlockBytes = (kBoxes > 1 ? kTile : 8) * kRowBytes;  // to the next block of columns of the same tokens
-constexpr int kHeadBytes = 8 * kTokenBytes;                        // to the second KV head of the same 8 tokens
-constexpr int kGroupBytes = kBoxes > 1 ? 8 * kRowBytes : KV_HEADS * kHeadBytes;  // to the next 8 tokens
+constexpr int kBlockBytes = 8 * kRowBytes;          // to the next block of columns of the same 8 tokens
+constexpr int kHeadBytes = 8 * kTokenBytes;         // to the second KV head of the same 8 tokens
+constexpr int kGroupBytes = KV_HEADS * kHeadBytes;  // to the next 8 tokens
 // The query and P are 16-bit operands. Their rows, one per packed row, have 64 columns of the query or 64 tokens of P.
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;
 constexpr int kOperandBytes = kPackedRows * kOperandRowBytes;  // to the next 64 columns or tokens
@@ -44,7 +42,7 @@ static_assert(kDim % 64 == 0 && kTile % 64 == 0 && (kPackedRows == 8 || kPackedR
 static_assert(kTile / 8 <= 32);                 // a lane loads at most one box of a KV tile
 static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // one dimension of the maps is heads or column blocks
 static_assert(!(ROPE && (KV_FP8 || PADDED)));
-static_assert(kBoxes == 1 || (KV_HEADS == 1 && kRowBytes == 2 * kBoxColumns));
+static_assert(!PADDED || (kDim == 128 && kColumnBlocks == 2));
 enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // the first of kConsumers barriers each
 
 struct Stage {
@@ -71,12 +69,22 @@ struct Shared {
   int combines[kConsumers];  // whether each consumer stored the last split of a row
 };
 
-// Columns of a head in global memory: kDim, or fewer with PADDED.
+// The columns of a head in global memory: kDim, or fewer with PADDED. Then rows of kDim columns in shared memory, and
+// in results of products, have other columns too. Rows of an FP8 cache end with zeros. Rows of a 16-bit cache have two
+// blocks of 64 columns, the second of which has the last 64 of the head: some columns are in both.
 struct HeadDim {
 #if PADDED
   int head_dim;
+
+  // The column of the head that is column `stored` of a row; negative if it is a zero, or in the first block too.
+  DEVICE int column_of_head(int stored) const {
+    if (KV_FP8) return stored < head_dim ? stored : -1;
+    const int column = stored < 64 ? stored : stored - kDim + head_dim;
+    return stored < 64 || column >= 64 ? column : -1;
+  }
 #else
   static constexpr int head_dim = kDim;
+  DEVICE static int column_of_head(int stored) { return stored; }
 #endif
 };
 

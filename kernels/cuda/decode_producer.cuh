@@ -59,14 +59,8 @@ DEVICE void produce(const Problem& p, const Source& keys, const Source& values, 
         if (lane == 0) arrive_expect(k_full, kTileBytes), arrive_expect(v_full, kTileBytes);
         __syncwarp();
         if (place >= 0 && place < boxes) {
-#pragma unroll
-          for (int i = 0; i < kBoxes; ++i) {
-            const int column = i * kBoxColumns;  // TMA writes zeros for columns after the last
-            load_box(to + i * kBlockBytes, keys.map, column, 0, 0, box.row, page * keys.page_step + k_head, k_full,
-                     policy);
-            load_box(to + i * kBlockBytes + kTileBytes, values.map, column, 0, 0, box.row,
-                     page * values.page_step + v_head, v_full, policy);
-          }
+          load_box(to, keys.map, 0, 0, 0, box.row, page * keys.page_step + k_head, k_full, policy);
+          load_box(to + kTileBytes, values.map, 0, 0, 0, box.row, page * values.page_step + v_head, v_full, policy);
         }
         __syncwarp();
         if (++stage == kStages) stage = 0, parity ^= 1;

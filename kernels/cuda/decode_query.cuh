@@ -35,14 +35,15 @@ struct QueryChunks {
   static constexpr int kOwn = (kChunks + kConsumerThreads - 1) / kConsumerThreads;
   uint32 chunks[kOwn][4];
 
-  // Loads the chunks. Packed rows after the group, and columns after the head, are zeros.
+  // Loads the chunks. Packed rows after the group are zeros, and so are columns that keys do not have, or have twice.
   DEVICE QueryChunks(const Queries& q, int row, int rows, int thread) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int chunk = thread + i * kConsumerThreads, head = chunk / kHeadChunks, column = chunk % kHeadChunks;
+      const int chunk = thread + i * kConsumerThreads, head = chunk / kHeadChunks;
+      const int column = q.columns.column_of_head(chunk % kHeadChunks * 8);
       Vector x = {};
-      if (head < q.group && uint32(row) < uint32(rows) && (!PADDED || column * 8 < q.columns.head_dim))
-        x = load(q.q + 2 * (row * q.row + (kv_head() * q.group + head) * q.head) + column * 16);
+      if (head < q.group && uint32(row) < uint32(rows) && (!PADDED || column >= 0))
+        x = load(q.q + 2 * (row * q.row + (kv_head() * q.group + head) * q.head) + column * 2);
 #pragma unroll
       for (int j = 0; j < 4; ++j) chunks[i][j] = x.words[j];
     }

@@ -25,22 +25,31 @@ COLUMNS = ROW_BYTES // 2
 class Columns(NamedTuple):
     """How tensor maps divide the columns of a head. A box has the columns of a row in shared memory.
 
-    blocks  size of the dimension of blocks of columns: the rows of a token. 1 for padded heads
-    size    size of the dimension of columns. TMA writes zeros for those of a box of a padded head that come after it
-    box     columns of a box, and elements from a block to the next
+    blocks  size of the dimension of blocks of columns: the rows of a token
+    size    size of the dimension of columns
+    box     columns of a box
+    step    elements from a block to the next
     """
 
     blocks: int
     size: int
     box: int
+    step: int
 
     @classmethod
     def of(cls, t: Tensor, row_bytes: int = ROW_BYTES, padded: bool = False) -> Columns:
+        """``padded``: one block, and boxes from any column on. TMA writes zeros for columns after the last."""
         dim, box = int(t.shape[-1]), row_bytes // t.element_size()
         if padded:
-            return cls(1, dim, box)
+            return cls(1, dim, box, box)
         box = min(dim, box)
-        return cls(dim // box, box, box)
+        return cls(dim // box, box, box, box)
+
+    @classmethod
+    def overlapping(cls, t: Tensor) -> Columns:
+        """Two blocks, the second of which has the last columns of the head."""
+        box = ROW_BYTES // t.element_size()
+        return cls(2, box, box, int(t.shape[-1]) - box)
 
 
 GROUP_TOKENS = CUDA_PAGE
@@ -77,10 +86,9 @@ def paged_map(
     heads: int,
     page_size: int,
     box: int,
-    row_bytes: int = ROW_BYTES,
+    columns: Columns,
     heads_of_box: int = 1,
     column_parts: int = 1,
-    padded: bool = False,
 ) -> tuple[TensorMap, int, int]:
     """The map of paged keys or values, and what a page and a head add to the outermost index of the map.
 
@@ -89,16 +97,14 @@ def paged_map(
     strides       of pages, tokens and heads, in elements
     box           tokens of a box
     heads_of_box  heads of a box. With several, a token of a head must be one row
-    column_parts  a box has one of so many equal parts of the columns of a head
-    padded        a box has the columns of one row, from any column on: see :class:`Columns`
+    column_parts  a box has one of so many equal parts of the blocks of columns
     """
     page, token, head = strides
     if not (isinstance(page, int) and isinstance(head, int)):
         raise NoImageError("the strides of pages and heads depend on sizes that only the run knows")
     unit = math.gcd(page, head)
     pages_and_heads = (t.shape[0] - 1) * (page // unit) + (heads - heads_of_box) * (head // unit) + 1
-    columns = Columns.of(t, row_bytes, padded)
-    rows, row = (heads_of_box, head) if heads_of_box > 1 else (columns.blocks, columns.box)  # of a token
+    rows, row = (heads_of_box, head) if heads_of_box > 1 else (columns.blocks, columns.step)  # of a token
     shape = pages_and_heads, page_size // GROUP_TOKENS, rows, GROUP_TOKENS, columns.size
     strides = unit, GROUP_TOKENS * token, row, token, 1
     boxes = 1, box // GROUP_TOKENS, rows // column_parts, GROUP_TOKENS, columns.box

@@ -69,8 +69,8 @@
 //         [producer Q]  wait for unit_full; wait for q_empty[b]; write the unit's QueryBlock; load its queries, which
 //                       completes q_full[b]; arrive on unit_empty
 //         [producers K and V]  wait for unit_full; read the unit. Producer V arrives on unit_empty
-//     2.  [consumer]    wait for q_full[b]; with heads of 96 or 128, unless FP8 or RoPE, load Q into registers (half of
-//                       Q with three consumers)
+//     2.  [consumer]    wait for q_full[b]; with heads of 128, unless FP8 or RoPE, load Q into registers (half of Q
+//                       with three consumers)
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  if kTilesAhead tiles of the unit are left, arrive on unit_empty; wait for k_empty[j]; expect
 //                       the bytes of the tile on k_full[j]; issue a TMA load for each box. Every 32 boxes, load the

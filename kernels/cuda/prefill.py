@@ -9,7 +9,6 @@ import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import (
-    COLUMNS,
     DTYPES,
     FP8_TYPES,
     OUT_TYPES,
@@ -131,7 +130,6 @@ class Tile(NamedTuple):
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
         """Bytes of shared memory of a CTA: query buffers, rings, and 1024 or more for other fields of ``Shared``."""
         rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
-        dim_qk, dim_vo = (-(-dim // COLUMNS) * COLUMNS for dim in (dim_qk, dim_vo))
         key_columns, value_columns = dim_qk // self.key_parts, dim_vo // self.value_parts
         of_token = self.key_stages * key_columns + (self.value_stages + self.transposed_stages) * value_columns
         fp8_keys, fp8_values = self.fp8_tokens or (0, 0)
@@ -216,7 +214,6 @@ KV_FP8_ALIBI_TILES = {dims: KV_FP8_TILES[dims] for dims in ALIBI_TILES}
 """Tiles of kernels that convert FP8 keys and values, and add the bias of ALiBi."""
 
 PADDED_TILES = {
-    (96, 96): TILES[128, 128],
     (128, 128): TILES[128, 128],
     (192, 192): Tile(64, 4, 3, 1, 32),
     (256, 256): TILES[256, 256],
@@ -224,7 +221,6 @@ PADDED_TILES = {
 """Tiles of 16-bit kernels for heads with fewer columns."""
 
 PADDED_KV_FP8_TILES = {
-    (96, 96): KV_FP8_TILES[128, 128],
     (128, 128): KV_FP8_TILES[128, 128],
     (192, 192): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(64, 64)),
     (256, 256): KV_FP8_TILES[256, 256],
@@ -339,16 +335,15 @@ LIKE_OPERANDS = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in 
 
 
 def ragged_map(
-    t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, row_bytes: int, padded: bool = False
+    t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, columns: Columns
 ) -> tuple[TensorMap, int, int]:
     """The map of ragged keys or values, and what a page (0) and a head (1) add to its outermost index.
 
     Heads are the outermost dimension. A box has one block of columns.
     """
     _, token, head = strides
-    columns = Columns.of(t, row_bytes, padded)
     shape, boxes = (heads, columns.blocks, tokens, columns.size), (1, 1, box, columns.box)
-    return TensorMap(t, shape, (head, columns.box, token, 1), boxes, columns.box * t.element_size()), 0, 1
+    return TensorMap(t, shape, (head, columns.step, token, 1), boxes, columns.box * t.element_size()), 0, 1
 
 
 def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bool) -> dict[str, Any]:
@@ -359,10 +354,11 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bo
     paged = loads == "pages"
     box = box_of_pages(page_size, tile.box) if paged else tile.box
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        paged_map(t, strides, x.heads[1], page_size, box, tile.row_bytes, column_parts=parts, padded=padded)
+        paged_map(t, strides, x.heads[1], page_size, box, columns, column_parts=parts)
         if paged
-        else ragged_map(t, strides, x.heads[1], x.kv_rows, box, tile.row_bytes, padded)
+        else ragged_map(t, strides, x.heads[1], x.kv_rows, box, columns)
         for t, strides, parts in ((x.k, x.k_strides, tile.key_parts), (x.v, x.v_strides, tile.value_parts))
+        for columns in (Columns.of(t, tile.row_bytes, padded),)
     )
     steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
     return {"k": k, "v": v, "box": box, **(pages or {"kv_rows": x.kv_rows}), **steps}
@@ -391,7 +387,7 @@ def query_map(q: Tensor, group: int, padded: bool = False) -> TensorMap:
     """The map of queries. A box has 64 packed rows. The kernel uses the map only if the group divides 64."""
     box_rows = PACKED_ROWS // group if PACKED_ROWS % group == 0 else 0
     columns = Columns.of(q, padded=padded)
-    shape, strides = (columns.blocks, q.shape[0], q.shape[1], columns.size), (columns.box, q.stride(0), q.stride(1), 1)
+    shape, strides = (columns.blocks, q.shape[0], q.shape[1], columns.size), (columns.step, q.stride(0), q.stride(1), 1)
     box = columns.blocks, max(box_rows, 1), group if box_rows else 1, columns.box
     return TensorMap(q, shape, strides, box, columns.box * q.element_size())
 

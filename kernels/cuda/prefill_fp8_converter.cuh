@@ -72,8 +72,7 @@ struct ConvertedPart {
 template <int DIM, int STAGES, int FP8_STAGES>
 struct Converter {
   using Part = ConvertedPart<DIM>;
-  static constexpr int kBytes = kTile * stored_columns(DIM) * kElementBytes;
-  static constexpr int kFp8Bytes = kLoadedTile * stored_columns(DIM);
+  static constexpr int kBytes = kTile * DIM * kElementBytes, kFp8Bytes = kLoadedTile * DIM;
 
   const ConvertedRing ring;
   const Fp8Type type;

@@ -95,11 +95,8 @@ constexpr int kQueryTiles = kFewRows || kSharedRows ? 1 : kConsumers;  // blocks
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // 8 rows of one block of columns
-// Columns that `columns` columns take in shared memory, which has whole blocks. Products read `columns` of them.
-constexpr DEVICE int stored_columns(int columns) { return (columns + kColumns - 1) / kColumns * kColumns; }
-constexpr int kQueryBytes = kPackedRows * stored_columns(kDimQk) * kElementBytes;
-constexpr int kKeyBytes = kTile * stored_columns(kKeyDim) * kElementBytes;
-constexpr int kValueBytes = kTile * stored_columns(kValueColumns) * kElementBytes;
+constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
+constexpr int kKeyBytes = kTile * kKeyDim * kElementBytes, kValueBytes = kTile * kValueColumns * kElementBytes;
 // With KV_FP8, producers load FP8 tiles of kLoadedTile tokens into FP8 rings, and converters convert them into the
 // 16-bit rings: kFp8Parts FP8 tiles make up a stage. Without KV_FP8 a loaded tile is a KV tile.
 constexpr int kFp8Parts = KV_FP8 && !kFewRows && kKeyParts == 1 ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
@@ -205,8 +202,8 @@ struct Shared {
 #if Q_FP8
   alignas(1024) char transposed[kTransposedStages][kValueBytes];
 #elif KV_FP8
-  alignas(512) char fp8_keys[kFp8KeyStages][kLoadedTile * stored_columns(kKeyDim)];
-  alignas(512) char fp8_values[kFp8ValueStages][kLoadedTile * stored_columns(kValueColumns)];
+  alignas(512) char fp8_keys[kFp8KeyStages][kLoadedTile * kKeyDim];
+  alignas(512) char fp8_values[kFp8ValueStages][kLoadedTile * kValueColumns];
 #endif
   float peer_max[kPackedRows], peer_sum[kPackedRows];
 #if FEW_ROWS
@@ -378,7 +375,7 @@ constexpr bool kBoxHasAllColumns = PAGED && !PADDED;
 template <int DIM, int TOKENS = kTile, int ROW_BYTES = kRowBytes, int BYTES = kElementBytes>
 struct TileLayout {
   static constexpr int kRow = ROW_BYTES;
-  static constexpr int kBlocks = (DIM * BYTES + ROW_BYTES - 1) / ROW_BYTES;     // blocks of columns
+  static constexpr int kBlocks = DIM * BYTES / ROW_BYTES;                       // blocks of columns
   static constexpr int kGroup = kBoxHasAllColumns ? kBlocks * 8 * kRow : 8 * kRow;  // from 8 tokens to the next 8
   static constexpr int kColumn = kBoxHasAllColumns ? 8 * kRow : TOKENS * kRow;  // from a block of columns to the next
 };

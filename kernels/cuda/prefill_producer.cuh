@@ -34,8 +34,7 @@ DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& sh
   arrive(shared_address(&shared.unit_full));
 }
 
-// 16-byte chunks of the values of a token, of whole rows: the swizzle permutes the chunks of a row.
-constexpr int kValueChunks = stored_columns(kValueColumns) * kLoadedBytes / 16;
+constexpr int kValueChunks = kValueColumns * kLoadedBytes / 16;  // 16-byte chunks of the values of a token
 
 DEVICE void zero_chunk(uint32 values, int row, int chunk) {
   using Layout = LoadedLayout<kValueColumns>;
@@ -66,13 +65,12 @@ DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
 template <bool VALUES>
 struct LoadedTiles {
   static constexpr bool kRotated = ROPE && !KV_FP8 && !VALUES;  // converters rotate the keys in this ring
-  static constexpr int kDim = VALUES ? kValueColumns : kKeyDim;
+  static constexpr int kDim = VALUES ? kValueColumns : kKeyDim, kBytes = kLoadedTile * kDim * kLoadedBytes;
   static constexpr int kParts = VALUES ? 1 : kKeyParts;  // stages that a loaded tile takes
   static constexpr int kStages = KV_FP8 ? (VALUES ? kFp8ValueStages : kFp8KeyStages)
                                         : (VALUES ? kValueStages : kKeyStages);
   static constexpr int kFullBarriers = KV_FP8 || kRotated ? kStages : 2 * kStages;
   using Layout = LoadedLayout<kDim>;
-  static constexpr int kBytes = kLoadedTile * Layout::kBlocks * Layout::kRow;
 
   uint32 memory, full, empty;
 
@@ -250,7 +248,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   }
 }
 
-constexpr int kQueryColumnBlocks = stored_columns(kDimQk) / kColumns;
+constexpr int kQueryColumnBlocks = kDimQk / kColumns;
 
 // Queries in global memory.
 struct Queries {

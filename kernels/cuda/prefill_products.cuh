@@ -30,12 +30,11 @@ DEVICE uint64 pv_values(Shared& shared) {
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
 
-// The queries of a unit as operand A of QK, in parts of 16 columns. With heads of 96 or 128 and without converters they
-// are in registers, and QK reads a third less of shared memory. Three consumers have registers for half of the parts.
-// Other kernels have no registers for queries.
+// The queries of a unit as operand A of QK, in parts of 16 columns. With heads of 128 and without converters they are
+// in registers, and QK reads a third less of shared memory. Three consumers have registers for half of the parts. Other
+// kernels have no registers for queries.
 constexpr int kQueryParts = kDimQk / 16;
-constexpr int kRegisterParts =
-    kConverts || (kDimQk != 128 && kDimQk != 96) ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
+constexpr int kRegisterParts = kDimQk != 128 || kConverts ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
 
 struct Query {
   uint32 registers[kRegisterParts > 0 ? kRegisterParts : 1][4];

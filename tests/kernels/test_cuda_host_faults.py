@@ -356,7 +356,6 @@ QUERY_BOX = """load_box(to + i * kQueryBytes + block * kPackedRows * kRowBytes, 
                  unit.kv_head * p.group, row + i * q.box_rows, 0, full);"""
 KV_BOX = """load_box(to + block * Layout::kColumn + i * Layout::kGroup, source.map, columns.first, 0, columns.block,
                    boxes.group, outer, barrier);"""
-ZERO_ROW = "zero_chunk(values, i / kValueChunks, i % kValueChunks);"
 STORED_VECTOR = "if (exists[r] && of_row.has(first_column + 8 * (i + threadIdx.x % 4))) to[i] = chunk;"
 STORED_ROWS = (
     "store_as<kFewRows ? kBFloat16 : kLikeOperands>(to.out_type, to.out, output, first_column, of_row, to_row, exists);"
@@ -372,10 +371,6 @@ PADDED_FAULTS = {
     ),
     "a box of keys or values begins at another column": Planted(
         Fault(KV_BOX, KV_BOX.replace("columns.first", "0")), "differs"
-    ),
-    "zeros in a part of a swizzled row": Planted(
-        Fault(ZERO_ROW, f"if (i % kValueChunks * 8 < kValueColumns) {ZERO_ROW}"),
-        "differs",
     ),
     "columns after the last are stored": Planted(
         Fault(STORED_VECTOR, "if (exists[r]) to[i] = chunk;"), "differs|outside|race"
