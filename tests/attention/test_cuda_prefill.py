@@ -201,6 +201,7 @@ CASES += [
         "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
         "few and no keys": {"kv_lens": (5, 0, 33, 1, 1, 60), "storage": "padded"},
         "query tiles that fill three consumers": {"planner": {"tile_rows": 96}},
+        "the bias exceeds the logits": {"sm_scale": 0.01, "dtype": torch.float16},
         "long": {"kv_lens": (40000,), "qo_lens": (20,), "heads": (4, 2)},
         "mask": {"masked": 0.4, "padding": 70, "spare_batch": 3},
         "mask, few keys seen, pages of one token": {"masked": 0.01, "page_size": 1, "kv_layout": "HND"},

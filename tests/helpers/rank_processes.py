@@ -63,12 +63,15 @@ class _Forked:
 
 
 def _start(module: str, world: int, folder: Path) -> list[Any]:
-    """The processes of the ranks. CUDA works in none that is forked: each of those imports the module itself."""
+    """The processes of the ranks. CUDA works in none that is forked: ranks on GPUs import the module themselves."""
     command = [sys.executable, "-m", "helpers.rank_processes", module, str(world), str(folder)]
     if os.environ.get("RANKS_ON") == "cuda":
         return [subprocess.Popen([*command, str(rank)], cwd=TESTS) for rank in range(world)]
+    cpu_alone = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with (folder / "0.log").open("a") as log:
-        starter = subprocess.Popen(command, cwd=TESTS, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        starter = subprocess.Popen(
+            command, cwd=TESTS, env=cpu_alone, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     return [_Forked(starter, folder / f"{rank}.code") for rank in range(world)]
 
 

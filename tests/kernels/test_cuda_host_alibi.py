@@ -53,6 +53,10 @@ CASES = [
     ("ragged", _case("ragged", **ALIBI, storage="padded", planner={"tile_rows": 32})),
     ("ragged", _case("ragged, window", **ALIBI, window_left=40, heads=(6, 2), kv_layout="HND")),
     ("ragged", _case("ragged, 64", **ALIBI | OF_64, dtype=torch.float16, out_dtype=torch.float32)),
+    (
+        "ragged",
+        _case("the bias exceeds the logits", **ALIBI, kv_lens=(300,), qo_lens=(300,), heads=(12, 4), sm_scale=0.01),
+    ),
     ("prefill", _case("256, window", **ALIBI | OF_256, window_left=33, page_size=8)),
     ("prefill", _case("256, splits, mask", **MASK | OF_256 | SPLIT | {"causal": False}, sinks=1.0)),
     ("ragged", _case("ragged, 256", **ALIBI | OF_256, dtype=torch.float16, logits_soft_cap=5.0)),

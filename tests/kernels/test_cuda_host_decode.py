@@ -264,6 +264,31 @@ ROPE_FAULTS = {
 }
 
 
+QUERY_LOAD = "x = load(q.q + 2 * (row * q.row + (kv_head() * q.group + head) * q.head) + column * 2);"
+
+PADDED_FAULTS = {
+    "columns of both blocks are in both blocks of the query": Planted(
+        Fault("return stored < 64 || column >= 64 ? column : -1;", "return column;"), "differs|race"
+    ),
+    "other columns of the query from the second block on": Planted(
+        Fault(QUERY_LOAD, QUERY_LOAD.replace("column * 2", "(column - column / 64 * 8) * 2")), "differs"
+    ),
+    "columns without a place are stored": Planted(
+        Fault("if (PADDED && column < 0) continue;", ""), "outside|race|differs"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["", *PADDED_FAULTS])
+@pytest.mark.parametrize("cache", [{}, E4M3], ids=["16 bits", "FP8"])
+def test_faults_of_padded_heads_are_noticed(cache: dict[str, Any], name: str) -> None:
+    """An FP8 cache has one block of columns, and the fault of the second one is none there."""
+    setup = Setup("decode", _case("80", head_dims=(80, 80), kv_lens=(300, 200), planner={"num_ctas": 3}, **cache))
+    planted = name if not (cache and "both blocks" in name) else ""
+    with noticed(PADDED_FAULTS, planted):
+        setup.check(*_run(setup, host_with(PADDED_FAULTS, name, sms=3), eager=True), **setup.tolerance("cuda"))
+
+
 @pytest.mark.parametrize("name", ["", *ROPE_FAULTS])
 def test_faults_of_rope_are_noticed(name: str) -> None:
     setup = Setup("decode", _case("RoPE", **ROPE, kv_lens=(300, 0, 400, 200), planner={"num_ctas": 1}))

@@ -80,13 +80,15 @@ def _lines(op: str, arguments: dict[str, Any]) -> dict[str, str]:
         _prefill(storage="fused"),
         _prefill(masked=0.5),
         _prefill(pos_encoding="ALIBI"),
+        _prefill(head_dims=(96, 96)),
+        _prefill("ragged", head_dims=(80, 192)),
         _prefill("ragged", pos_encoding="ALIBI", masked=0.5, head_dims=(64, 64)),
         _mla(),
         _mla(page_size=192, dtype=torch.float16, causal=True),
         _mla(kv_dtype=E4M3, kv_scale=torch.ones(2)),
         _mla(kv_dtype=E5M2, tile_rows=1),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_the_hopper_kernel_runs_and_explain_names_it(call: tuple[str, dict[str, Any]]) -> None:
     kernel = MLA if call[0] == "batch_mla" else PREFILL
@@ -122,9 +124,9 @@ def test_pages_have_any_size(call: tuple[str, dict[str, Any]], kernel: str) -> N
     ("call", "reason"),
     [
         (_prefill(dtype=torch.float32), "not a 16-bit dtype"),
-        (_prefill(head_dims=(96, 96)), "head dimensions 96 and 96"),
-        (_prefill(head_dims=(192, 192)), "head dimensions 192 and 192"),
-        (_prefill(pos_encoding="ALIBI", head_dims=(256, 256)), "no tile with ALiBi"),
+        (_prefill(head_dims=(48, 48)), "head dimensions 48 and 48"),
+        (_prefill(head_dims=(96, 96), masked=0.5), "no tile with mask"),
+        (_prefill(pos_encoding="ALIBI", head_dims=(96, 96)), "no tile with ALiBi"),
         (_prefill(kv_scale=(1.0, 2.0)), "does not implement kv_scale"),
         (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),
         (_mla(dtype=torch.float32), "not a 16-bit dtype"),
@@ -265,13 +267,15 @@ def test_fp8_queries_are_multiplied_in_fp8(kind: str, options: dict[str, Any]) -
         ({"head_dims": (192, 128)}, "head dimensions 192 and 128"),
         ({"masked": 0.5}, "does not implement mask"),
         ({"pos_encoding": "ALIBI"}, "does not implement pos_encoding"),
+        ({"head_dims": (96, 96)}, "head dimensions 96 and 96"),
+        ({"pos_encoding": "ALIBI", "masked": 0.5}, "does not implement"),
     ],
     ids=str,
 )
 def test_other_fp8_queries_are_converted(options: dict[str, Any], reason: str) -> None:
     """The kernel that converts keys and values gets them in float16, and so does the general kernel."""
     call = _prefill(dtype=E4M3, **options)
-    assert _chosen(*call) == (GENERAL if "pos_encoding" in options else FP8_PREFILL)
+    assert _chosen(*call) == (GENERAL if {"pos_encoding", "masked"} <= options.keys() else FP8_PREFILL)
     assert reason in _lines(*call)[E4M3_PREFILL]
 
 
@@ -284,6 +288,8 @@ def test_other_fp8_queries_are_converted(options: dict[str, Any], reason: str) -
         {"kv_scale": (1.0, 2.0), "kv_layout": "HND"},
         {"kv_dtype": E4M3, "kv_scale": (1.0, 2.0)},
         {"kv_dtype": E5M2, "dtype": torch.float16},
+        {"head_dims": (96, 96)},
+        {"head_dims": (80, 80), "kv_dtype": E4M3},
     ],
     ids=str,
 )
@@ -304,6 +310,7 @@ def test_decode_runs_the_cuda_kernel_or_its_image(options: dict[str, Any]) -> No
         {"page_size": 1},
         {"page_size": 8},
         {"head_dims": (256, 256)},
+        {"head_dims": (96, 96), "pos_encoding": "ROPE_LLAMA"},
         {"heads": (17, 1)},
         {"pos_encoding": "ALIBI"},
     ],
