@@ -92,6 +92,8 @@ def modules() -> Iterator[JitModule]:
         kv, dims, rows = torch.float8_e4m3fn if row.fp8 else dtype, (row.head_dim, row.head_dim_vo), row.qo_lens[0]
         if row.fp8_query:
             yield _prefill("fa3", kv, *dims, query=kv)
+        elif row.fp8 and row.pos_encoding != "NONE":
+            yield _prefill("fa2", kv, *dims, pos_encoding=row.pos_encoding)
         elif len(set(row.qo_lens)) == 1 and rows <= MAX_XQA_ROWS:
             yield _xqa(kv, row.page_size, row.head_dim, row.num_qo_heads // row.num_kv_heads, rows)
 

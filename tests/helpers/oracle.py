@@ -99,10 +99,6 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return [2 ** (-8 * k / n) for k in range(1, n + 1)] + [2 ** (-4 * (2 * m - 1) / n) for m in rest]
 
 
-KV_TILE = 128
-"""Most tokens of a KV tile."""
-
-
 def merge(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the states ``v [rows, S, H, D]``, ``s [rows, S, H]`` (base 2). A state without keys is ignored."""
     v, s = v.detach().cpu().double(), s.detach().cpu().double()
@@ -130,10 +126,9 @@ class Expected:
 
     ``reach`` is the largest ``sum_d |q_d k_d| * sm_scale`` of a row. Sums in float32 have an error of a few eps of it
     in every logit, and so in the LSE and the probabilities, whatever the dtype. The same holds for the size of the
-    LSE, which a sink may dominate. With ALiBi the bias of a KV tile may exceed the largest logit before it by the slope
-    times its tokens: exponents are relative to that logit first, and so have an error of an eps of this. Rotation has
-    an error of an eps of the angle, which is as large as the position; where rotated numbers are rounded to 16 bits, it
-    changes the rounding of a few. Below the smallest normal number of the dtype nothing is promised.
+    LSE, which a sink may dominate. Rotation has an error of an eps of the angle, which is as large as the position;
+    where rotated numbers are rounded to 16 bits, it changes the rounding of a few.
+    Below the smallest normal number of the dtype nothing is promised.
     """
 
     out: Tensor
@@ -151,8 +146,6 @@ class Expected:
             reach = _reach(q, k, options.get("sm_scale"))
             if options.get("pos_encoding") == "ROPE_LLAMA" and not options.get("rotated_dtype"):
                 reach = reach * (1 + len(k))
-            if options.get("pos_encoding") == "ALIBI":
-                reach = reach + torch.tensor(alibi_slopes(q.shape[1])).double() * min(len(k), KV_TILE) / 8
             rows.append((*both.split(v.shape[-1], -1), lse, reach))
         out, spread, lse, reach = (torch.cat(column) for column in zip(*rows, strict=True))
         sinks = options.get("sinks")
@@ -174,15 +167,21 @@ class Expected:
         float32_eps: float = 2**-23,
         smallest: float = 0.0,
         eps: float = 0.0,
+        biased_tile: float = 0.0,
     ) -> None:
         """Raise unless the result is within tolerance.
 
         ``float32_eps`` is larger for kernels that compute in a lower precision, and ``smallest`` for those that compute
         in a dtype whose smallest normal number exceeds that of ``out``. ``eps`` is that of the dtype of the query, if
-        ``out`` has another.
+        ``out`` has another. ``biased_tile`` is the number of tokens of a KV tile, for kernels with ALiBi that compute
+        exponents of a tile relative to the row maximum before it: the bias may exceed this by the slope times so many
+        tokens, and exponents have an error of an eps of that.
         """
         assert out.shape == self.out.shape, f"out is {list(out.shape)}, expected {list(self.out.shape)}"
         arithmetic = 8 * float32_eps * (1 + self.reach + self.lse.abs().nan_to_num(posinf=0))
+        if biased_tile:
+            slopes = torch.tensor(alibi_slopes(self.lse.shape[1]), dtype=torch.float64)
+            arithmetic = arithmetic + float32_eps * biased_tile * slopes
         rounding = 2 * max(eps, 0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps)
         smallest = max(smallest, torch.finfo(out.dtype).smallest_normal)
         underflow = torch.where(self.spread > 0, 4 * smallest, 0.0)

@@ -61,7 +61,7 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     if key.fp8 and (key.pos_encoding == "ROPE_LLAMA" or key.head_dim_qk == 512):
         return (2, 0)
     if key.fp8 and key.head_dim_qk == 256 and (key.padded or key.pos_encoding == "ALIBI"):
-        return (3, 0)
+        return (3 if key.padded else 2, 0)
     return (4, 0) if has_160_registers else (0, 0)
 
 
@@ -395,6 +395,21 @@ PADDED = {
 }
 """Head dims -> those of the kernel that pads them."""
 
+
+def _expected_key(problem: Problem) -> PrefillKey:
+    """For any number of rows."""
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    return PrefillKey(
+        *PADDED.get(dims, dims),
+        _loads(problem),
+        problem.dtype,
+        problem.kv_dtype.itemsize == 1,
+        custom_mask="mask" in problem.options,
+        pos_encoding=problem.pos_encoding,
+        padded=dims in PADDED,
+    )
+
+
 TAKEN: list[dict[str, Any]] = [
     {},
     {"op": "ragged_prefill", "page_size": 0},
@@ -445,20 +460,11 @@ FP8_TAKEN: list[dict[str, Any]] = [
 def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **{"kv_dtype": torch.float8_e4m3fn, **fields})
     assert unsupported.cuda_prefill_fp8(problem) == []
-    dims, masked, encoding = (problem.head_dim_qk, problem.head_dim_vo), "mask" in problem.options, problem.pos_encoding
-    key = PrefillKey(
-        *PADDED.get(dims, dims),
-        _loads(problem),
-        problem.dtype,
-        True,
-        custom_mask=masked,
-        pos_encoding=encoding,
-        padded=dims in PADDED,
-    )
+    key = _expected_key(problem)
     keys = [key]
-    if dims == (512, 512):
+    if key[:2] == (512, 512):
         keys.append(key._replace(rows="few"))
-    elif dims not in PADDED and encoding == "NONE" and key.loads != "ragged":
+    elif not key.padded and key.pos_encoding == "NONE" and key.loads != "ragged":
         keys.append(key._replace(rows="few", dtype=torch.float16))
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
@@ -522,19 +528,9 @@ def test_reasons_of_fp8_queries(fields: dict[str, Any], reason: str, on_hopper: 
 def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specialization]) -> None:
     problem = replace(GOOD, **fields)
     assert unsupported.cuda_prefill(problem) == []
-    dims = problem.head_dim_qk, problem.head_dim_vo
-    masked, encoding = "mask" in problem.options, problem.pos_encoding
-    key = PrefillKey(
-        *PADDED.get(dims, dims),
-        _loads(problem),
-        problem.dtype,
-        False,
-        custom_mask=masked,
-        pos_encoding=encoding,
-        padded=dims in PADDED,
-    )
-    plain = not masked and encoding == "NONE"
-    rows = ["any", *["few"] * (dims == (512, 512)), *["many"] * (dims == (128, 128) and plain)]
+    key = _expected_key(problem)
+    plain = not (key.custom_mask or key.padded) and key.pos_encoding == "NONE"
+    rows = ["any", *["few"] * (key[:2] == (512, 512)), *["many"] * (key[:2] == (128, 128) and plain)]
     keys = [key._replace(rows=one) for one in rows]
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
