@@ -43,6 +43,9 @@ _SPARSE = {"index_topk": "DeepSeek sparse attention", "keep_window_size": "dynam
 _READERS = {"bigbird_pegasus", "nllb-moe"}
 """Other types of encoder-decoder models whose own code reads the mask. That of a decoder alone does not."""
 
+_POOLING = {"siglip2_vision_model"}
+"""Types of models that pool all rows to one by attention of their own, PyTorch's. It takes a mask of booleans."""
+
 
 class Step:
     """What the layers of one step share.
@@ -102,8 +105,8 @@ class Kind(NamedTuple):
         return cls(code % 2 == 0, partial, padded, packed, prompt, code // 32)
 
     def mask(self, begin: Tensor, end: Tensor, kv_length: int) -> Tensor:
-        flags = not self.causal, self.partial, self.padded, self.packed, self.prompt
-        code = sum(flag << bit for bit, flag in enumerate(flags)) + 32 * self.window
+        flags = not self.causal, self.partial, self.padded, self.packed, self.prompt  # of sizes: a SymBool
+        code = sum(1 << bit for bit, flag in enumerate(flags) if flag) + 32 * self.window
         bounds = torch.stack((begin, end), 1).int()
         mask = bounds.view(-1, 1, 1, 2).expand(-1, 1 + code, -1, -1)
         mask.attn_ops_step = Step(self, kv_length)  # type: ignore[attr-defined]
@@ -158,6 +161,8 @@ def attention_bounds(
     assert mask_function is not None
     causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
     names = _supported_names(mask_function, config, local_size, use_vmap)
+    if q_length == 1 and attention_mask is not None and getattr(config, "model_type", None) in _POOLING:
+        return attention_mask[:, None, None].bool()
     window = local_size or 0
     if causal and is_traced() and not allow_is_causal_skip and q_length > 1:
         _assert_causal(mask_function, batch_size, q_length, kv_length, q_offset, device)

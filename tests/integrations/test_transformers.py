@@ -120,6 +120,26 @@ def test_bidirectional_masks(name: str, right: bool, model: Model, monkeypatch: 
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("padded_image", [False, True])
+def test_padded_patches(padded_image: bool, compiled: bool, transformers: Any) -> None:
+    """SigLIP 2, with heads of 72: images of fewer patches, which it pools by PyTorch's attention with the same mask."""
+    sizes = {"hidden_size": 144, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 96}
+    config = transformers.Siglip2VisionConfig(**sizes, patch_size=4, num_patches=16)
+    torch.manual_seed(0)
+    found = transformers.Siglip2VisionModel(config).eval().requires_grad_(False)
+    patches, mask = torch.randn(2, 16, 48), torch.ones(2, 16, dtype=torch.int64)
+    shapes = torch.tensor([[4, 4], [3 if padded_image else 4, 4]])
+    mask[1, int(shapes[1].prod()) :] = 0
+    found.set_attn_implementation("eager")
+    expected = found(patches, mask, shapes)
+    found.set_attn_implementation("attn_ops")
+    result = (torch.compile(found, fullgraph=True, backend="eager") if compiled else found)(patches, mask, shapes)
+    torch.testing.assert_close(result.pooler_output, expected.pooler_output, **TOLERANCE)
+    rows, expected_rows = (each.last_hidden_state[mask.bool()] for each in (result, expected))
+    torch.testing.assert_close(rows, expected_rows, **TOLERANCE)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens(name: str, cache: str | None, model: Model) -> None:
@@ -343,6 +363,18 @@ def test_compiled_steps(transformers: Any, model: Model) -> None:
     logits = decode(found, torch.compile(found, fullgraph=True, backend=graphs), cache[1])
     torch.testing.assert_close(logits, expected, **TOLERANCE)
     assert graphs.frame_count == 1
+
+
+def test_compiled_steps_without_a_mask(transformers: Any, model: Model) -> None:
+    """The sizes of a dynamic cache with a window are symbolic, and so is what the mask is told of them."""
+    ids, logits = tokens(), {}
+    for implementation in ("eager", "attn_ops"):
+        found = model("mistral", implementation)
+        run = torch.compile(found, fullgraph=True, backend="eager") if implementation == "attn_ops" else found
+        cache = transformers.DynamicCache(config=found.config)
+        chunks = ids[:, :4], *ids[:, 4:].split(1, dim=1)
+        logits[implementation] = torch.cat([run(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+    torch.testing.assert_close(logits["attn_ops"], logits["eager"], **TOLERANCE)
 
 
 def test_compiled_prompts_of_any_length(model: Model) -> None:
