@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.checked_call import CHECKED_CALLS, call_op
-from attn_ops.eager.prepared_call import OpCall
+from attn_ops.eager.op_call import Lookup, OpCall
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Heads, ScaleFactors, fold
@@ -70,6 +70,9 @@ class AttentionCall(NamedTuple):
     scales     factors of the logits and of the output
     kv_layout  order of tokens and heads in k and v
     backend    name of a backend, or auto
+    views      pairs ``(view, base)``: tensors that begin where ``base``, an argument of the caller, does
+    append     the call of an op that writes to the cache after all checks and before this op
+    lookup     makes the lookup of the plan by later calls, on the CPU or not; None if the plan is not looked up
     """
 
     where: str
@@ -81,20 +84,19 @@ class AttentionCall(NamedTuple):
     scales: ScaleFactors = ScaleFactors()
     kv_layout: str = "NHD"
     backend: str = "auto"
+    views: tuple[tuple[Tensor, Tensor], ...] = ()
+    append: OpCall | None = None
+    lookup: Callable[[bool], Lookup | None] | None = None
 
     def execute(self) -> Any:
         """Check, plan and run the op; the result has the form that ``output`` says."""
         args, keywords, dtype, scale = self._resolve()
-        out, lse = call_op(self.op, *args, **keywords)
-        return self.output.finalize(out, lse, dtype, scale)
-
-    def execute_after(self, write: Callable[[], None]) -> Any:
-        """:meth:`execute` with ``write``, which writes to the cache, after all checks and before the op."""
-        args, keywords, dtype, scale = self._resolve()
-        if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
-            check = CHECKED_CALLS[self.op].passes if args[0].is_cpu else CHECKS[self.op]
-            check(*args, **keywords)
-        write()
+        append = self.append
+        if append is not None:
+            if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
+                check = CHECKED_CALLS[self.op].passes if args[0].is_cpu else CHECKS[self.op]
+                check(*args, **keywords)
+            call_op(append.op, *append.args, **append.kwargs)
         out, lse = call_op(self.op, *args, **keywords)
         return self.output.finalize(out, lse, dtype, scale)
 
@@ -105,7 +107,7 @@ class AttentionCall(NamedTuple):
         destinations = (
             self.output.destinations() if same_dtype and not isinstance(scale, Tensor) and scale == 1 else None
         )
-        rows, (_, dim_vo) = self.output.rows_shape, self.plan.head_dims
+        rows, (_, dim_vo), lookup = self.output.rows_shape, self.plan.head_dims, self.lookup
         return OpCall(
             self.op,
             args,
@@ -114,6 +116,10 @@ class AttentionCall(NamedTuple):
             destinations=destinations,
             unpack=not self.output.return_lse,
             shape=None if rows is None else (*rows, *args[0].shape[1:-1], dim_vo),
+            scratch=() if lookup is None else args[-1:],  # the workspace, which the call has allocated
+            views=self.views,
+            before=() if self.append is None else (self.append,),
+            lookup=None if lookup is None else lookup(not args[0].is_cuda),
             repeatable=self.output.has_no_buffer and not isinstance(scale, Tensor),
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_real, flags
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.errors import DTypeError, OptionError, ShapeError, UnsupportedError, dtype_name, fail
 from attn_ops.frontend.arguments import DType, as_dtype
@@ -18,7 +19,7 @@ from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import index, seen
 from attn_ops.plan.page_table_checks import check_indptr
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from attn_ops.typed import check_real, flags, page_table_called, typed
+from attn_ops.typed import page_table_called, typed
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import MappedCall, prepared, prepared_function
+from attn_ops.argument_checks import optional_flags
+from attn_ops.eager.op_call import MappedCall
+from attn_ops.eager.prepared_call import prepared, prepared_function
 from attn_ops.errors import PlanError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, layout, positive, refuse, required
 from attn_ops.frontend.base import graph_buffers
@@ -20,18 +22,16 @@ from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.one_shot import check_dense, dense_call
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import PagedWrapper, forward_changes
-from attn_ops.frontend.plan_spec import splitting
+from attn_ops.frontend.plan_spec import paged_spec, splitting
 from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
-from attn_ops.ops.options import FP8
-from attn_ops.ops.unsupported import needs_general_decode
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.page import get_seq_lens
 from attn_ops.plan.page_table import PageTable
-from attn_ops.plan.resizable import PlanSpec
-from attn_ops.typed import optional_flags, typed
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -199,24 +199,10 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             PageTableError: the table is inconsistent; CapacityError: it exceeds the buffers of CUDA-graph mode.
         """
         where = f"{self._name}.plan"
-        batch = self._batch(
+        refuse(where, window_right=window_right)
+        dtypes = DTypes.of(where, q_data_type, kv_data_type, o_data_type, data_type)
+        options = attention_options(
             where,
-            indptr=indptr,
-            indices=indices,
-            last_page_len=last_page_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            data_type=data_type,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
-            q_len_per_req=q_len_per_req,
-            window_right=window_right,
-            is_causal=is_causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
@@ -224,6 +210,9 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
+        split = splitting(where, fixed_split_size, disable_split_kv)
+        table, sizes = (indptr, indices, last_page_len), (num_qo_heads, num_kv_heads, head_dim, page_size)
+        batch = _decode_batch(where, table, sizes, q_len_per_req, is_causal, dtypes, options, split)
         if self._graph is not None and self._planned is not None and q_len_per_req != self._q_len_per_req:
             fail(
                 PlanError,
@@ -236,56 +225,6 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         return self._prepare(where, batch).with_state(_q_len_per_req=q_len_per_req, _causal_rows=causal)
 
     begin_forward = plan = committing(prepare_plan)
-
-    def _batch(
-        self,
-        where: str,
-        *,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        q_data_type: DType | None,
-        kv_data_type: DType | None,
-        o_data_type: DType | None,
-        data_type: DType | None,
-        fixed_split_size: int | None,
-        disable_split_kv: bool,
-        q_len_per_req: int,
-        window_right: int,
-        is_causal: bool | None,
-        **options: Any,
-    ) -> Batch:
-        """The batch that plan() is called for. ``options`` are the arguments of :func:`attention_options`."""
-        refuse(where, window_right=window_right)
-        dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
-        required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
-        positive(where, q_len_per_req=q_len_per_req)
-        optional_flags(where, is_causal=is_causal)
-        decode, qo_indptr = q_len_per_req == 1, None
-        if not decode:
-            qo_indptr = torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
-        spec = PlanSpec(
-            decode=decode,
-            paged=True,
-            page_size=page_size,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            head_dim_vo=head_dim,
-            window_left=options["window_left"],
-            causal=not decode and (is_causal is None or bool(is_causal)),
-            **splitting(where, fixed_split_size, disable_split_kv),
-            rows=q_len_per_req,
-        )
-        pages = PageTable.of(where, indptr, indices, last_page_len, qo_indptr)
-        given = attention_options(where, **options)._replace(causal=spec.causal)
-        general = needs_general_decode(dtypes.computed, dtypes.kv, given.pos_encoding, head_dim)
-        spec = spec._replace(general_decode=decode and general, fp8_decode=decode and dtypes.kv in FP8)
-        return Batch("batch_decode" if decode else "batch_prefill", pages, spec, given, dtypes)
 
     @typed
     def workspace_size(
@@ -318,31 +257,20 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
     ) -> tuple[int, int]:
         """Bytes that plan() with these arguments needs of the float workspace, and bytes of integers it holds."""
         where = f"{self._name}.workspace_size"
-        batch = self._batch(
+        refuse(where, window_right=window_right)
+        dtypes = DTypes.of(where, q_data_type, kv_data_type, o_data_type, data_type)
+        options = attention_options(
             where,
-            indptr=indptr,
-            indices=indices,
-            last_page_len=last_page_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            data_type=data_type,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
-            q_len_per_req=q_len_per_req,
-            window_right=window_right,
-            is_causal=is_causal,
         )
+        split = splitting(where, fixed_split_size, disable_split_kv)
+        table, sizes = (indptr, indices, last_page_len), (num_qo_heads, num_kv_heads, head_dim, page_size)
+        batch = _decode_batch(where, table, sizes, q_len_per_req, is_causal, dtypes, options, split)
         return self._workspace_size(where, batch)
 
     @typed
@@ -437,6 +365,39 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         output = OutputSpec(return_lse=return_lse)
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return self._paged_call(where, q, paged_kv_cache, output, **scales, **changes).execute()
+
+
+def _decode_batch(
+    where: str,
+    table: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[int, int, int, int],
+    q_len_per_req: int,
+    is_causal: bool | None,
+    dtypes: DTypes,
+    options: AttentionOptions,
+    split: dict[str, Any],
+) -> Batch:
+    """The batch that plan() is called for.
+
+    Args:
+        table: ``indptr, indices, last_page_len``.
+        sizes: ``num_qo_heads, num_kv_heads, head_dim, page_size``.
+        split: of :func:`splitting`.
+    """
+    indptr, indices, last_page_len = table
+    num_qo_heads, num_kv_heads, head_dim, page_size = sizes
+    required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
+    positive(where, q_len_per_req=q_len_per_req)
+    optional_flags(where, is_causal=is_causal)
+    decode, qo_indptr = q_len_per_req == 1, None
+    if not decode:
+        qo_indptr = torch.arange(indptr.shape[0], device=indptr.device) * q_len_per_req
+    options = options._replace(causal=not decode and (is_causal is None or bool(is_causal)))
+    heads, head_dims = (num_qo_heads, num_kv_heads), (head_dim, head_dim)
+    spec = paged_spec(page_size, heads, head_dims, (dtypes.q, dtypes.kv), options, decode=decode)
+    pages = PageTable.of(where, *table, qo_indptr)
+    spec = spec._replace(rows=q_len_per_req, **split)
+    return Batch("batch_decode" if decode else "batch_prefill", pages, spec, options, dtypes)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import optional_flags
 from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
-from attn_ops.frontend.flash.cache import (
+from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
+from attn_ops.frontend.flash.cache_calls import (
     CacheArguments,
-    CacheBatch,
-    CacheLengths,
     CacheTensors,
     as_token_pages,
     has_symbolic_pages,
@@ -33,9 +33,9 @@ from attn_ops.frontend.flash.calls import (
     DENSE_CACHE,
     PAGED_CACHE,
     VARLEN,
-    Result,
     check_heads,
     dense_attention,
+    output_spec,
     requests_of,
     unpack,
     unpack_qkv,
@@ -50,7 +50,7 @@ from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
 from attn_ops.frontend.shared_plans import SharedPlans
-from attn_ops.typed import optional_flags, typed
+from attn_ops.typed import typed
 
 __all__ = [
     "SchedulerMetadata",
@@ -260,7 +260,8 @@ def flash_attn_varlen_func(
             block_table,
             options,
             descales,
-            Result(None, return_lse, out),
+            return_lse,
+            out,
             scheduler_metadata,
             qv=qv,
             chunk=chunk,
@@ -399,8 +400,8 @@ def flash_attn_with_kvcache(
         where, found.value, k_cache.shape[1]
     )
     scales = descales.of_rows(where, rows, k_cache, requests, cu_seqlens_q)
-    result, given = Result(shape, return_softmax_lse, out), CacheArguments(q, qv, k_cache, v_cache, k, v)
-    return tensors.attend(where, found, options, scales, result, given)
+    output = output_spec(tensors.queries[0], shape, return_softmax_lse, out)
+    return tensors.attend(where, found, options, output, scales, CacheArguments(q, qv, k_cache, v_cache, k, v))
 
 
 @typed

@@ -41,6 +41,16 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def current_stream(device: torch.device) -> int | None:
+    """The address of a GPU's current stream; None for other devices."""
+    if device.type != "cuda":
+        return None
+    found: int = torch._C._cuda_getCurrentRawStream(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
+    return found
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     return int(properties(device).multi_processor_count)

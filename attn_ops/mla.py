@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers, optional_flags
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, fail, shape_of
@@ -23,10 +24,11 @@ from attn_ops.frontend.arguments import (
     required,
 )
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
-from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
+from attn_ops.frontend.base import Wrapper, graph_buffers
 from attn_ops.frontend.block_tables import TableNames, block_table, check_host_pages, lengths
 from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from attn_ops.frontend.engine_attributes import buffer
 from attn_ops.frontend.kv_cache import PagedCache, latent
 from attn_ops.frontend.latent_scales import GroupScales, check_scales, scaled_query
 from attn_ops.frontend.one_shot import latent_call
@@ -40,7 +42,7 @@ from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, bounded, mla_s
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
-from attn_ops.typed import integers, optional_flags, typed
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -182,7 +184,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         out = None if output_dtype is None else checked_output_dtype(where, "output_dtype", output_dtype)
         dtypes = None
         if q_data_type is not None:
-            dtypes = DTypes(where, q_data_type, kv_data_type, out)
+            dtypes = DTypes.of(where, q_data_type, kv_data_type, out)
         elif kv_data_type is not None:
             input_dtype(where, "kv_data_type", kv_data_type)  # refuses other dtypes
         options = bounded(where, AttentionOptions(sm_scale=scale, causal=spec.causal))

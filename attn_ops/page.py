@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_no_overlap, integers
 from attn_ops.errors import ArgumentError, DeviceError, PageTableError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import layout, required
 from attn_ops.frontend.kv_cache import PagedCache, paged
@@ -12,7 +13,7 @@ from attn_ops.frontend.outputs import check_apart
 from attn_ops.plan.page_table import index, seen
 from attn_ops.plan.page_table_checks import check_indptr, check_last_page_len
 from attn_ops.plan.state import INT32_MAX
-from attn_ops.typed import check_no_overlap, integers, typed
+from attn_ops.typed import typed
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import OpCall, prepared
+from attn_ops.eager.op_call import OpCall
+from attn_ops.eager.prepared_call import prepared
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import ArgumentError, CapacityError, OptionError, fail
 from attn_ops.plan.context import ContextShard
@@ -341,7 +342,8 @@ class PrefillPlanner(PlannerBase):
         validate: bool | None = True,
     ) -> None:
         """Raise what :meth:`plan` with this ``validate`` would raise, as :meth:`DecodePlanner.check`."""
-        self._check_batch(validate, qo_indptr, kv_indptr, *self._paged(kv_indptr, kv_indices, kv_last_page_len))
+        indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+        self._check(validate, indptrs, *self._paged(kv_indptr, kv_indices, kv_last_page_len))
 
     def _paged(
         self, kv_indptr: Tensor, kv_indices: Tensor | None, kv_last_page_len: Tensor | None
@@ -374,24 +376,13 @@ class PrefillPlanner(PlannerBase):
     def _fill(
         self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
     ) -> OpCall:
-        self._check_batch(validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
+        self._check(validate, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, kv_indices, kv_last_page_len)
         return self._planning("plan_prefill", validate, qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
 
-    def _check_batch(
-        self, validate: bool | None, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
-    ) -> None:
-        def check_rows() -> None:
-            if validates(validate, qo_indptr):
-                self._check_rows(qo_indptr)
-
-        def check_splits() -> None:
-            if self.problem.split and validates(validate, qo_indptr, kv_indptr, kv_last_page_len):
-                self._check_splits(qo_indptr, kv_indptr, kv_last_page_len)
-
-        indptrs = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-        self._check(validate, indptrs, kv_indices, kv_last_page_len, check_rows, check_splits)
-
-    def _check_rows(self, qo_indptr: Tensor) -> None:
+    def _check_rows(self, validate: bool | None, indptrs: dict[str, Tensor]) -> None:
+        qo_indptr = indptrs["qo_indptr"]
+        if not validates(validate, qo_indptr):
+            return
         check_indptr("qo_indptr", qo_indptr)
         rows = int(qo_indptr[-1])
         if rows > self.max_tokens:
@@ -403,7 +394,10 @@ class PrefillPlanner(PlannerBase):
                 "make the planner with that max_tokens",
             )
 
-    def _check_splits(self, qo_indptr: Tensor, kv_indptr: Tensor, last: Tensor) -> None:
+    def _check_splits(self, validate: bool | None, indptrs: dict[str, Tensor], last: Tensor) -> None:
+        qo_indptr, kv_indptr = indptrs["qo_indptr"], indptrs["kv_indptr"]
+        if not self.problem.split or not validates(validate, qo_indptr, kv_indptr, last):
+            return
         check_indptr("kv_indptr", kv_indptr)
         capacity = num_partials(self.state)
         kv_len = kv_lengths(kv_indptr.cpu().long().diff(), last.cpu(), self.problem.page_size)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_ops.argument_checks import flags, optional_flags
 from attn_ops.call import AttentionCall
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.eager.prepared_call import prepared_function
@@ -18,18 +19,15 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.prepared_plan import refuse_tracing
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.plan.state import PrefillPlan
 from attn_ops.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_call
-from attn_ops.typed import flags, optional_flags, page_table_called, typed
+from attn_ops.typed import page_table_called, typed
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
 @prepared_function
-def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, where: str, return_lse: bool, **options: Any
-) -> AttentionCall | FoundCall:
+def _prefill(q: Tensor, k: Tensor, v: Tensor, where: str, return_lse: bool, **options: Any) -> AttentionCall:
     """The prefill of one request. ``options`` are the other arguments of :func:`single_prefill_call`."""
     return single_prefill_call(q, k, v, where, OutputSpec(return_lse=return_lse), ScaleFactors(), **options)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import flags
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared, prepared_function
 from attn_ops.errors import ShapeError, fail, shape_of
@@ -41,13 +42,12 @@ from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_ops.frontend.scales import Scale, ScaleFactors
-from attn_ops.frontend.shared_plans import FoundCall
 from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.typed import flags, typed
+from attn_ops.typed import typed
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -146,7 +146,7 @@ def single_prefill_call(
     kv_layout: str,
     backend: str = "auto",
     **options: Any,
-) -> AttentionCall | FoundCall:
+) -> AttentionCall:
     """The call of one request. ``options`` are the arguments of :func:`attention_options`."""
     given = attention_options(where, **options)
     token = DENSE_DIMS[layout(where, kv_layout)].token
@@ -299,7 +299,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         table = PageTable.of(where, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr)
         split = splitting(where, fixed_split_size, disable_split_kv)
         spec = spec._replace(causal=causal, window_left=window_left, window_right=window_right, **split)
-        dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
+        dtypes = DTypes.of(where, q_data_type, kv_data_type, o_data_type, data_type)
         return self._prepare_prefill(
             where,
             Batch("batch_prefill", table, spec, dtypes=dtypes),

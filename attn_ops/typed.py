@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from attn_ops.argument_checks import Argument, admits, check_real, mismatch, refuse_type, union_types
 from attn_ops.errors import (
     ArgumentError,
     AttnOpsError,
     DeviceError,
-    DTypeError,
     OptionError,
     ShapeError,
-    dtype_name,
     fail,
-    unsupported,
 )
 from attn_ops.policy import NO_EFFECT, UNSUPPORTED
-from attn_ops.symbolic_sizes import overlapping_dim
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,27 +46,6 @@ _RAW_ERRORS = (
 
 INT64_MAX = torch.iinfo(torch.int64).max
 
-_ADMITTED: dict[Any, tuple[type, ...]] = {
-    float: (numbers.Real, torch.SymFloat, torch.SymInt),
-    int: (numbers.Integral, torch.SymInt),
-    bool: (numbers.Integral, torch.SymBool, type(None)),
-    list: (list, tuple),
-    torch.device: (torch.device, int),
-}
-"""Types that an annotation admits in addition to its own, such as NumPy's and symbolic numbers."""
-
-_NAMES = {
-    Tensor: "a tensor",
-    float: "a number",
-    int: "an integer",
-    bool: "True or False",
-    str: "a string",
-    type(None): "None",
-    torch.dtype: "a torch.dtype",
-    torch.device: "a torch.device",
-}
-
-
 _ABOUT_TYPES = (" of type ", " is None; expected ")
 """Texts in messages about the type of an argument."""
 
@@ -84,14 +58,6 @@ _NAMES_IN_PLANS = {
     "head_dim_qk": ("head_dim",),
 }
 """Arguments of planning, and the names that wrappers and functions have for them."""
-
-
-class _Argument(NamedTuple):
-    """An argument, or an element of one, with the annotation that it should satisfy."""
-
-    name: str
-    value: Any
-    annotation: Any
 
 
 def typed(function: Callable[P, R]) -> Callable[P, R]:
@@ -132,58 +98,6 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     # Dynamo keeps the graphs, and the sizes that have varied, of each code object: functions do not share one.
     call.__code__ = call.__code__.replace(co_name=function.__qualname__)  # type: ignore[attr-defined]
     return call
-
-
-def integers(where: str, **values: Any) -> tuple[Any, ...]:
-    """``values``, with NumPy's integers as Python's.
-
-    A value that is no integer raises the error of :func:`typed`: arithmetic takes floats and bools too.
-    """
-    for name, value in values.items():
-        if type(value) is not int and not _admits(value, int):
-            _refuse_type(where, _Argument(name, value, int))
-    return tuple(x if isinstance(x, int | torch.SymInt) else int(x) for x in values.values())
-
-
-def flags(where: str, **values: Any) -> None:
-    """Raise the error of :func:`typed` for a value that is no flag: Python takes any value for true or false."""
-    for name, value in values.items():
-        if type(value) is not bool and (value is None or not _admits(value, bool)):
-            _refuse_type(where, _Argument(name, value, bool))
-
-
-def optional_flags(where: str, **values: Any) -> None:
-    """:func:`flags`, where each value may be None."""
-    for name, value in values.items():
-        if value is not None:
-            flags(where, **{name: value})
-
-
-def optional_integers(where: str, **values: Any) -> tuple[Any, ...]:
-    """:func:`integers`, where each value may be None."""
-    return tuple(None if x is None else integers(where, **{name: x})[0] for name, x in values.items())
-
-
-def check_real(where: str, name: str, t: Tensor) -> None:
-    """Raise for a complex tensor: conversions to real dtypes drop its imaginary part."""
-    if t.is_complex():
-        fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "a tensor of real numbers", f"convert {name}")
-
-
-def check_no_overlap(where: str, name: str, t: Tensor, otherwise: str) -> None:
-    """Raise for a tensor that is written and whose elements share memory, as in an expanded tensor.
-
-    ``otherwise`` ends the fix in the message.
-    """
-    dim = overlapping_dim(t)
-    if dim is not None:
-        fail(
-            ShapeError,
-            where,
-            f"{name} is written and its elements overlap, with stride {int(t.stride(dim))} in dimension {dim}",
-            "memory of its own for each element",
-            f"use {name}.contiguous(), {otherwise}",
-        )
 
 
 def _renamed(
@@ -248,12 +162,12 @@ def page_table_called(qo_indptr: str, kv_indptr: str, kv_indices: str, kv_last_p
         raise type(error)(_with_names(str(error), names)) from None
 
 
-def _is_read_later(argument: _Argument) -> bool:
+def _is_read_later(argument: Argument) -> bool:
     """Whether a method may read an argument of its constructor."""
     return argument.name not in UNSUPPORTED and argument.name not in NO_EFFECT
 
 
-def _may_explain(message: str, argument: _Argument) -> bool:
+def _may_explain(message: str, argument: Argument) -> bool:
     """Whether an argument may be why a call failed. An argument without an effect may well be None."""
     return argument.name not in NO_EFFECT or argument.value is not None or "None" in message
 
@@ -271,7 +185,7 @@ def _type_error(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    counts: Callable[[_Argument], bool],
+    counts: Callable[[Argument], bool],
     unless_in: str = "",
 ) -> AttnOpsError | None:
     """The error of the first argument that ``counts`` and that its annotation does not admit; None if there is none.
@@ -279,11 +193,11 @@ def _type_error(
     None too if the message ``unless_in`` names the argument already.
     """
     for argument in filter(counts, _arguments(function, args, kwargs)):
-        wrong = _mismatch(argument)
+        wrong = mismatch(argument)
         if wrong is not None and re.search(rf"(?<!\w){re.escape(wrong.name)}(?!\w)", unless_in):
             return None
         if wrong is not None:
-            return _caught(_refuse_type, _where(function, args), wrong)
+            return _caught(refuse_type, _where(function, args), wrong)
     return None
 
 
@@ -313,7 +227,7 @@ def _flag_error(
         return None
     for argument in _arguments(function, args, kwargs):
         if argument.value is None and argument.annotation is bool:
-            return _caught(_refuse_type, _where(function, args), argument)
+            return _caught(refuse_type, _where(function, args), argument)
     return None
 
 
@@ -325,7 +239,7 @@ def _caught(refuse: Callable[..., None], *args: Any) -> AttnOpsError | None:
     return None
 
 
-def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Argument]:
+def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
     """The named arguments of a call, without ``*args`` and ``**kwargs``. Arguments of NO_EFFECT come last.
 
     The list is empty if the call does not fit the signature: Python's own message says so.
@@ -337,7 +251,7 @@ def _arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     hints, parameters = typing.get_type_hints(function), bound.signature.parameters
     collected = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name in bound.arguments if name in hints and parameters[name].kind not in collected]
-    return [_Argument(name, bound.arguments[name], hints[name]) for name in sorted(named, key=NO_EFFECT.__contains__)]
+    return [Argument(name, bound.arguments[name], hints[name]) for name in sorted(named, key=NO_EFFECT.__contains__)]
 
 
 def _devices(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -346,7 +260,7 @@ def _devices(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     found = {name: p.default for name, p in parameters.items() if name not in given and p.default is not p.empty}
     found |= {argument.name: argument.value for argument in _arguments(function, args, kwargs)}
-    return [(name, x) for name, x in found.items() if x is not None and torch.device in _options(hints.get(name))]
+    return [(name, x) for name, x in found.items() if x is not None and torch.device in union_types(hints.get(name))]
 
 
 def _unavailable(device: Any) -> str:
@@ -363,7 +277,7 @@ def _unavailable(device: Any) -> str:
     return ""
 
 
-def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
+def _refuse_tensors(where: str, leaves: Sequence[Argument]) -> None:
     for leaf in leaves:
         if leaf.value.is_nested:  # nested tensors with a strided layout have no sizes either
             fix = f"pass torch.cat({leaf.name}.unbind()), or {leaf.name}.to_padded_tensor(0)"
@@ -372,7 +286,7 @@ def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
             layout = str(leaf.value.layout).removeprefix("torch.")
             fail(ArgumentError, where, f"{leaf.name} is {layout}", "a strided tensor", f"pass {leaf.name}.to_dense()")
         check_real(where, leaf.name, leaf.value)
-        if leaf.value.dim() == 0 and not _admits(1.0, leaf.annotation):
+        if leaf.value.dim() == 0 and not admits(1.0, leaf.annotation):
             fail(
                 ShapeError,
                 where,
@@ -387,104 +301,14 @@ def _refuse_tensors(where: str, leaves: Sequence[_Argument]) -> None:
             fail(DeviceError, where, f"{leaf.name} is on meta, without contents", expected, f"move {leaf.name}")
 
 
-def _refuse_type(where: str, wrong: _Argument) -> None:
-    name, value, annotation = wrong
-    if isinstance(value, Tensor) and value.dim() == 0 and torch.jit.is_tracing():
-        unsupported(where, "a call in torch.jit.trace", "sizes are tensors there; use torch.export")
-    if isinstance(value, torch.fx.Proxy):
-        unsupported(where, "a call in torch.fx.symbolic_trace", "proxies have no sizes; use torch.export")
-    expected = _describe(annotation)
-    fix = f"pass {expected.partition(' or ')[0] if annotation is not bool else expected}"
-    if value is None:
-        shown, fix = "None", f"pass {name}"
-    elif isinstance(value, Tensor) and value.is_nested:
-        shown = "a nested tensor"
-    elif isinstance(value, Tensor):
-        shown = f"a tensor {list(value.shape)}"
-        fix = f"pass {name}.item()" if value.numel() == 1 and _admits(1, annotation) else fix
-    elif isinstance(value, str | int | float | complex):
-        number = float(value) if isinstance(value, float) else value  # a float of a graph may stand for a symbol
-        shown = f"{number!r}, of type {type(value).__name__}"
-    else:
-        kind = type(value)
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        shown = f"of type {module}{kind.__name__}"
-        if expected.startswith("a tensor") and isinstance(value, list | tuple):
-            fix = f"make a tensor of it with torch.tensor({name})"
-        elif expected.startswith("a tensor") and hasattr(value, "__array__"):
-            fix = f"make a tensor of it with torch.from_numpy({name})"
-        elif name == "plan" and hasattr(value, "plan") and hasattr(value, "state"):
-            fix = "pass what its plan() returns"
-    fail(ArgumentError, where, f"{name} is {shown}", expected, fix)
-
-
-def _mismatch(argument: _Argument) -> _Argument | None:
-    """``argument``, or the element of it, that its annotation does not admit; None if it is admitted."""
-    name, value, annotation = argument
-    if _admits(value, annotation):
-        return None
-    for option in _options(annotation):
-        for i, element in enumerate(_elements(value, option) or ()):
-            if not _admits(*element):
-                return _Argument(f"{name}[{i}]", *element)
-    return argument
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
-
-
-def _elements(value: Any, annotation: Any) -> list[tuple[Any, Any]] | None:
-    """The elements of a list or tuple with their annotations; None if ``value`` is not such a container."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin not in (list, tuple) or not isinstance(value, _ADMITTED.get(origin, origin)) or not args:
-        return None
-    if issubclass(origin, tuple) and args[-1] is not Ellipsis:
-        return list(zip(value, args, strict=False))
-    return [(element, args[0]) for element in value]
-
-
-def _admits(value: Any, annotation: Any) -> bool:
-    if annotation is Any or isinstance(annotation, TypeVar):
-        return True
-    options = _options(annotation)
-    if len(options) > 1:
-        return any(_admits(value, option) for option in options)
-    origin = typing.get_origin(annotation)
-    if isinstance(origin, type):
-        elements = _elements(value, annotation) or ()
-        return isinstance(value, _ADMITTED.get(origin, origin)) and all(_admits(*element) for element in elements)
-    if annotation is bool and type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return True
-    if annotation is int and isinstance(value, bool):
-        return False
-    kinds = _ADMITTED.get(annotation, annotation)
-    return isinstance(value, kinds) if isinstance(kinds, type | tuple) else True
-
-
-def _tensors(argument: _Argument) -> Iterator[_Argument]:
+def _tensors(argument: Argument) -> Iterator[Argument]:
     """The tensors of an argument. An argument annotated Any is left out: it takes every tensor."""
     name, value, annotation = argument
     if isinstance(value, Tensor) and annotation is not Any:
         yield argument
-    elif isinstance(value, tuple | list) and not any(Any in typing.get_args(option) for option in _options(annotation)):
+    elif isinstance(value, tuple | list) and not any(
+        Any in typing.get_args(option) for option in union_types(annotation)
+    ):
         for i, element in enumerate(value):
             if isinstance(element, Tensor):
-                yield _Argument(f"{name}[{i}]", element, Tensor)
-
-
-def _describe(annotation: Any) -> str:
-    """``annotation`` in words, such as ``"a tensor or None"``."""
-    options = _options(annotation)
-    if len(options) > 1:
-        return " or ".join(dict.fromkeys(map(_describe, options)))
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if isinstance(origin, type):
-        if issubclass(origin, Mapping):
-            return f"a mapping of names to {'tensors' if args[-1:] == (Tensor,) else 'values'}"
-        of = _describe(args[0]).removeprefix("a ") if args and args[0] is not Any else "value"
-        return f"a {origin.__name__.lower()} of {of}s"
-    return _NAMES.get(annotation, f"a {getattr(annotation, '__name__', annotation)}")
+                yield Argument(f"{name}[{i}]", element, Tensor)

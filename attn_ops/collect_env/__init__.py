@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attn_ops.eager.captured_call import NATIVE_REASON
-from attn_ops.eager.prepared_call import OP_CACHES
+from attn_ops.eager.op_cache import OP_CACHES
 from attn_ops.native import package
 from attn_ops.native.images import LIBCUDA
 from attn_ops.ops import backends, tuning_table

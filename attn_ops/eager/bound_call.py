@@ -20,26 +20,14 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Union
 
-import torch
 from torch import Tensor
 
-from attn_ops.eager.captured_call import _C, CONSTANT, View, allocator, index_of, source_of
+from attn_ops.eager.captured_call import CONSTANT, View, allocator, index_of, source_of
 from attn_ops.eager.checked_call import CHECKED_CALLS, Bases
-from attn_ops.eager.prepared_call import OpCall, PreparedCalls, flatten_tensors, new_caches, passed_on
+from attn_ops.eager.op_call import OpCall, flatten_tensors, passed_on
 
 Source = Union[int, "_View", Callable[[Sequence[Tensor]], Any]]
 """The source of an op's argument: its index in the tensors of a call, or a function of all these tensors."""
-
-
-class BoundCalls(PreparedCalls):
-    """The bound calls of the methods of a plan's owner."""
-
-    on_cuda = False
-
-
-def caches_for(device: torch.device, number: int) -> tuple[PreparedCalls, int] | None:
-    """The caches of :func:`~attn_ops.eager.prepared_call.new_caches`, also for a plan on the CPU."""
-    return (BoundCalls(), number) if _C is not None and device.type == "cpu" else new_caches(device, number)
 
 
 class _BoundOp(NamedTuple):

@@ -2,7 +2,7 @@
 
 Checks read sizes, strides, dtypes and options, but no contents. So a call passes them if an earlier call of its key
 did, and calls the same function of the backend. The key is that of a prepared call
-(:mod:`attn_ops.eager.prepared_call`) without the device, alignment and capture, and with the sizes of a plan's tensors
+(:mod:`attn_ops.eager.op_cache`) without the device, alignment and capture, and with the sizes of a plan's tensors
 in the place of their identity. Without the extension module every call is checked.
 
 Ops       :attr:`CheckedCalls.op` behind the dispatcher, :attr:`CheckedCalls.direct` before it
@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import _C
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
-from attn_ops.eager.prepared_call import MAX_ENTRIES, OP_CACHES, Undispatched, call_cache
+from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, Undispatched, call_cache
 
 
 class Bases(NamedTuple):

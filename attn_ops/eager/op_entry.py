@@ -3,7 +3,7 @@
 ``torch.ops.attn.name`` and its overload call the function in their attribute ``_op``, which converts every argument,
 among them the tensors of a plan, and passes the dispatcher. :func:`install` puts an :class:`OpEntry` in its place. An
 entry only looks up calls with plain tensors: the caches behind it leave every call to PyTorch's function that is new
-or that a mode, transform, tracer or profiler must observe (:mod:`attn_ops.eager.prepared_call`,
+or that a mode, transform, tracer or profiler must observe (:mod:`attn_ops.eager.op_cache`,
 :mod:`attn_ops.eager.checked_call`). Traced graphs and exported programs contain the op as if there were no entry.
 """
 

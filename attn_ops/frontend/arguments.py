@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
@@ -28,7 +29,6 @@ from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import INT32_MAX
 from attn_ops.policy import FLASHINFER, Policy
 from attn_ops.symbolic_sizes import holds
-from attn_ops.typed import integers
 
 DType = str | torch.dtype
 
@@ -43,30 +43,34 @@ def as_dtype(where: str, name: str, value: DType) -> torch.dtype:
     return found
 
 
-class DTypes:
-    """dtypes of query (``q``), KV (``kv``) and output (``o``), from the four arguments that name them.
+class DTypes(NamedTuple):
+    """The dtypes of query, keys and values, and output."""
 
-    ``data_type`` is that of the KV, and of the query too unless it is FP8 or ``q_data_type`` names another
-    (docs/flashinfer.md). The output is as the query unless ``o_data_type`` is given. ``computed`` is the dtype of the
-    query in the op.
-    """
+    q: torch.dtype
+    kv: torch.dtype
+    o: torch.dtype
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         where: str,
         q_data_type: DType | None,
         kv_data_type: DType | None = None,
         o_data_type: DType | None = None,
         data_type: DType | None = None,
-    ) -> None:
+    ) -> DTypes:
+        """The dtypes that these arguments of plan() name.
+
+        ``data_type`` is that of the KV, and of the query too unless it is FP8 or ``q_data_type`` names another
+        (docs/flashinfer.md). The output is as the query unless ``o_data_type`` is given.
+        """
         named = torch.float16 if q_data_type is None else input_dtype(where, "q_data_type", q_data_type)
         both = None if data_type is None else input_dtype(where, "data_type", data_type)
         # float16 is the default of q_data_type, and data_type takes its place.
-        self.q = named if both is None or both in FP8 or named != torch.float16 else both
-        kv = kv_data_type if kv_data_type is not None else both
-        self.kv = self.q if kv is None else input_dtype(where, "kv_data_type", kv)
-        self.o = self.q if o_data_type is None else output_dtype(where, "o_data_type", o_data_type)
-        self.computed = computed_dtype(self.q, self.kv)
+        q = named if both is None or both in FP8 or named != torch.float16 else both
+        of_kv = kv_data_type if kv_data_type is not None else both
+        kv = q if of_kv is None else input_dtype(where, "kv_data_type", of_kv)
+        return cls(q, kv, q if o_data_type is None else output_dtype(where, "o_data_type", o_data_type))
 
 
 def computed_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:

@@ -14,11 +14,12 @@ from torch import Tensor
 from attn_ops.call import AttentionCall, PlanSource
 from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.eager.startup import prepare
-from attn_ops.errors import CapacityError, DeviceError, PlanError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentError, CapacityError, DeviceError, PlanError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend import masks
 from attn_ops.frontend.arguments import (
     as_sinks,
     attention_options,
+    computed_dtype,
     layout,
     own_backend,
     positional,
@@ -26,13 +27,14 @@ from attn_ops.frontend.arguments import (
 )
 from attn_ops.frontend.call_plans import problem_of
 from attn_ops.frontend.cuda_graph import GraphBuffers
+from attn_ops.frontend.engine_attributes import EngineAttributes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.planned_batch import Batch, PlannedBatch, RowsOfCall
 from attn_ops.frontend.prepared_plan import PreparedPlan, RepeatablePlan
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
-from attn_ops.ops.options import FP8, OP_OPTIONS, bounded
+from attn_ops.ops.options import FP8, bounded
 from attn_ops.plan.page_table import BatchSize, PageTable
 from attn_ops.plan.resizable import PlanSpec, ResizablePlan, SizedPlanner
 from attn_ops.plan.sizing import count_splits, power_of_two_from
@@ -63,43 +65,11 @@ def positional_arguments(where: str, jit_args: Any) -> tuple[str, str]:
     return SCALES_BY_POSITION
 
 
-def _planned_option(name: str) -> property:
-    """An option as planned, under the name of FlashInfer's wrappers, which engines read."""
-
-    def value(self: Wrapper) -> Any:
-        p = self._planned
-        if p is None or name not in (*OP_OPTIONS[p.op], "causal"):
-            raise AttributeError(f"{self._name}: there is no plan that says {name}")
-        return getattr(p.options, name)
-
-    def refuse_to_set(self: Wrapper, _: Any) -> None:
-        raise AttributeError(f"{self._name}: {name} is that of the last plan, and cannot be set; give it to plan()")
-
-    return property(value, refuse_to_set)
-
-
-def buffer(key: str) -> property:
-    """A buffer of CUDA-graph mode, under the name of FlashInfer's wrappers, which engines fill."""
-
-    def value(self: Wrapper) -> Tensor:
-        if self._graph is None or key not in self._graph.buffers:
-            raise AttributeError(f"{self._name}: there is no buffer for {key}; they are those of CUDA-graph mode")
-        return self._graph.buffers[key][1]
-
-    def refuse_to_set(self: Wrapper, _: Any) -> None:
-        raise AttributeError(
-            f"{self._name}: the buffer for {key} is the constructor's, and cannot be set; make a wrapper in CUDA-graph "
-            "mode, with that buffer"
-        )
-
-    return property(value, refuse_to_set)
-
-
 _PLAN = ("_resizable", "_planned", "_repeatable", "_mask")
 """Attributes of a wrapper that plan() writes in place."""
 
 
-class Wrapper:
+class Wrapper(EngineAttributes):
     """Holds a plan between calls.
 
     ``float_workspace_buffer`` of any dtype is the op's scratch memory, and its device is the wrapper's. A wrapper
@@ -108,10 +78,6 @@ class Wrapper:
 
     _causal_rows = True
     """Whether query rows of a request are causal among themselves, in calls with more rows per request than planned."""
-
-    _causal, _sm_scale = _planned_option("causal"), _planned_option("sm_scale")
-    _window_left, _logits_soft_cap = _planned_option("window_left"), _planned_option("logits_soft_cap")
-    _qo_indptr_buf = buffer("qo_indptr")
 
     def __init__(
         self,
@@ -164,31 +130,6 @@ class Wrapper:
             self._planned = self._with_workspace(self._name, self._workspace)
 
     @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._graph is not None
-
-    @property
-    def _fixed_batch_size(self) -> int:
-        """Requests of every plan in CUDA-graph mode, else 0; an attribute of FlashInfer's wrappers."""
-        return 0 if self._graph is None else self._graph.batch
-
-    @property
-    def _plan_info(self) -> list[Tensor] | None:
-        """The tensors of the plan, None before the first; an attribute of FlashInfer's wrappers."""
-        return None if self._planned is None else list(self._planned.plan)
-
-    @property
-    def _custom_mask_buf(self) -> Tensor | None:
-        """The packed mask of the last plan and memory behind it, or None; in CUDA-graph mode the caller's buffer."""
-        if self._graph is not None:
-            return self._graph.buffers["mask"][1] if "mask" in self._graph.buffers else None
-        return None if self._planned is None else self._planned.options.mask
-
-    @_custom_mask_buf.setter
-    def _custom_mask_buf(self, _: Any) -> None:
-        raise AttributeError(f"{self._name}: _custom_mask_buf cannot be set; give the mask to plan()")
-
-    @property
     def _backend(self) -> str:
         """A backend of this library, or ``"auto"``, which is also what a backend of FlashInfer becomes."""
         return self._own_backend
@@ -196,18 +137,6 @@ class Wrapper:
     @_backend.setter
     def _backend(self, name: str) -> None:
         self._own_backend = own_backend(name)
-
-    @property
-    def _cached_module(self) -> Any:
-        raise AttributeError(
-            f"{self._name}: there is no compiled module behind a wrapper; call plan() in place of a planning function "
-            "that calls FlashInfer's module"
-        )
-
-    @property
-    def _float_workspace_buffer(self) -> Tensor | None:
-        """The caller's workspace; an attribute of FlashInfer's wrappers."""
-        return self._workspace
 
     @property
     def resolved_backend(self) -> str:
@@ -223,9 +152,6 @@ class Wrapper:
         """Let run() take any dtype that its op takes, whatever the dtypes of plan()."""
         if self._planned is not None:
             self._planned = replace(self._planned, dtypes=None)
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan needs no end. Kept for callers of FlashInfer's 0.1 interface."""
 
     # ------------------------------------------------------------------------------------------- prepared eager calls
 
@@ -305,10 +231,13 @@ class Wrapper:
         ``batch`` is without options, ``custom_masks`` are the custom mask and the packed one, ``items`` the first
         arguments of :func:`masks.multi_item_mask`, and ``options`` those of :func:`attention_options`.
         """
-        page_size = batch.spec.page_size
-        custom_mask = masks.multi_item_mask(where, *items, custom_masks, batch.table, page_size, self.device)
+        custom_mask, packed_custom_mask = custom_masks
+        if any(t is not None for t in items[:2]):
+            if any(mask is not None for mask in custom_masks):
+                fail(ArgumentError, where, "items and a mask are both given", "one of them", "drop one")
+            custom_mask = masks.multi_item_mask(where, *items, batch.table, batch.spec.page_size, self.device)
         batch = batch._replace(options=attention_options(where, **options)._replace(causal=batch.spec.causal))
-        return self._prepare(where, batch, custom_mask=custom_mask, packed_custom_mask=custom_masks[1])
+        return self._prepare(where, batch, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
 
     def _commit(self, prepared: PreparedPlan) -> None:
         batch, spec, size = prepared.batch, prepared.sized.spec, prepared.size
@@ -358,7 +287,7 @@ class Wrapper:
         problem = backends.Problem(
             op=op,
             device=table.kv_indptr.device,
-            dtype=dtypes.computed,
+            dtype=computed_dtype(dtypes.q, dtypes.kv),
             kv_dtype=dtypes.kv,
             out_dtype=dtypes.o,
             num_qo_heads=spec.num_qo_heads,

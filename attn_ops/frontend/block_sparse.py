@@ -165,7 +165,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             N,
             spec,
             options._replace(causal=causal),
-            DTypes(where, q_data_type, kv_data_type, o_data_type),
+            DTypes.of(where, q_data_type, kv_data_type, o_data_type),
             custom_mask=_flat_mask(where, mask, indptr, (M, R, C)) if packed_mask is None else None,
             packed_custom_mask=packed_mask,
         )

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, fail
 from attn_ops.frontend.arguments import refuse
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import PlanProblem
-from attn_ops.typed import integers
 
 
 class RankKeys(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, refuse_with, required
 from attn_ops.frontend.block_tables import block_table, query_row_offsets, rank_keys
@@ -19,7 +20,7 @@ from attn_ops.frontend.sparse_latent import SparseTokens
 from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, uniform_indptr
-from attn_ops.typed import integers, typed
+from attn_ops.typed import typed
 
 
 class _LatentDecode(NamedTuple):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import (
-    ArgumentError,
     CapacityError,
     DTypeError,
     PageTableError,
@@ -185,17 +184,14 @@ def multi_item_mask(
     prefix_len: Tensor | None,
     token_pos_in_items: Tensor | None,
     token_pos_in_items_len: int,
-    masks: tuple[Tensor | None, Tensor | None],
     table: PageTable,
     page_size: int,
     device: torch.device,
-) -> Tensor | None:
+) -> Tensor:
     """bool ``[sum(qo_len * kv_len)]``: the mask of causal items after one prefix, which do not see each other.
 
     A token sees the prefix and, of its own item, the tokens after the delimiter up to itself. No row sees a delimiter,
     and the row of a delimiter sees the prefix alone.
-
-    Without items, the custom mask of the call, which is the first of ``masks``.
 
     Args:
         prefix_len: int ``[batch]``, the tokens of each request before its first item.
@@ -203,13 +199,9 @@ def multi_item_mask(
             the delimiter before its item, 0 for the delimiter; after the tokens of a request there is padding.
         token_pos_in_items_len: elements of ``token_pos_in_items`` per request; 0 for a single request.
     """
-    if prefix_len is None and token_pos_in_items is None:
-        return masks[0]
     prefix_len, token_pos_in_items = required(
         where, prefix_len_ptr=prefix_len, token_pos_in_items_ptr=token_pos_in_items
     )
-    if any(mask is not None for mask in masks):
-        fail(ArgumentError, where, "items and a mask are both given", "one of them", "drop one")
     qo_lens, kv_lens = table.lengths(page_size)
     prefixes = _host_numbers(where, "prefix_len_ptr", prefix_len)
     if prefixes.shape != kv_lens.shape:

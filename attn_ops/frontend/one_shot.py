@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall, Unplanned
-from attn_ops.frontend.arguments import computed_dtype, positive, ranked
+from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.block_tables import USUAL_NAMES, TableNames, on_device, row_lengths
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
-from attn_ops.frontend.plan_spec import ragged_spec
+from attn_ops.frontend.plan_spec import paged_spec, ragged_spec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.frontend.shared_plans import FoundCall, Scheduled, shared
+from attn_ops.frontend.shared_plans import Scheduled, shared
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
@@ -59,22 +58,8 @@ def block_table_call(
         if qo_indptr is None:
             qo_indptr = uniform_indptr(q.shape[0], 1, q.device)
     page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
-    general = needs_general_decode(
-        computed_dtype(q.dtype, v_cache.dtype), v_cache.dtype, options.pos_encoding, v_cache.shape[-1]
-    )
-    spec = PlanSpec(
-        decode=qo_indptr is None,
-        paged=True,
-        page_size=page_size,
-        num_qo_heads=q.shape[1],
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=q.shape[2],
-        head_dim_vo=v_cache.shape[-1],
-        window_left=options.window_left,
-        causal=options.causal and qo_indptr is not None,
-        general_decode=general and qo_indptr is None,
-        fp8_decode=v_cache.dtype in FP8 and qo_indptr is None,
-    )
+    heads, head_dims, dtypes = (q.shape[1], num_kv_heads), (q.shape[2], v_cache.shape[-1]), (q.dtype, v_cache.dtype)
+    spec = paged_spec(page_size, heads, head_dims, dtypes, options, decode=qo_indptr is None)
     pages = f", in pages of {page_size}" + (f" by {names.layout} {kv_layout!r}" if names.layout else "")
     seq_lens = row_lengths(where, names, block_tables, seq_lens, page_size, q.device, pages)
     check_groups(where, q.shape[1], num_kv_heads, "repeat or regroup the heads, or name the other kv_layout")
@@ -170,7 +155,7 @@ def dense_call(
     *,
     kv_layout: str,
     backend: str = "auto",
-) -> AttentionCall | FoundCall:
+) -> AttentionCall:
     """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first.
 
     Few query rows over many keys are planned, so that their keys are split over the device. Calls of the same sizes,
@@ -203,5 +188,7 @@ def dense_call(
     found = shared(("one request", spec, rows, kv_len), (), device, make)
     source = Scheduled(found.value, (q.shape[2], v.shape[2]))
     op, tensors = ("batch_decode", (q, k[:, None], v[:, None])) if decode else ("ragged_prefill", (q, k, v))
-    call = AttentionCall(where, op, tensors, source, options, output, scales, "NHD", backend)
-    return FoundCall(call, found, tuple(zip(tensors[1:], kv, strict=True)))
+    views = tuple(zip(tensors[1:], kv, strict=True))
+    return AttentionCall(
+        where, op, tensors, source, options, output, scales, "NHD", backend, views, lookup=found.lookup
+    )

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_no_overlap, optional_flags
 from attn_ops.eager.interposition import check_no_grad, is_traced
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype
 from attn_ops.ops.options import FP8, saturate
 from attn_ops.symbolic_sizes import same_elements
-from attn_ops.typed import check_no_overlap, optional_flags
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 """``lse_base`` -> the factor that converts an LSE of base 2."""
@@ -46,7 +46,8 @@ class OutputSpec(NamedTuple):
     return_lse  the result is ``(out, lse)``
     dtype       dtype of the output; None for that of ``out``, or of the query. FP8 outputs are saturated
     lse_base    ``"log2"`` or ``"ln"``
-    lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``
+    lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``, or ``[batch, heads, seqlen]`` where
+                ``rows_shape`` is ``(batch, seqlen)``
     padded      the padding of an ``lse`` buffer of three dimensions
     rows_shape  dimensions of the output in the place of ``rows``, for a query of more than three dimensions
     out_name    the caller's name of ``out``
@@ -134,7 +135,7 @@ class OutputSpec(NamedTuple):
         if self.lse_base != "log2":
             lse = lse * LSE_BASES[self.lse_base]
         if self.lse_layout == "HN":
-            lse = lse.transpose(0, 1)
+            lse = (lse if self.rows_shape is None else lse.unflatten(0, self.rows_shape)).transpose(-2, -1)
         if self.lse is None:
             lse = lse.contiguous()
         elif self.padding is not None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall
 from attn_ops.frontend.arguments import attention_options
-from attn_ops.frontend.base import Wrapper, buffer
+from attn_ops.frontend.base import Wrapper
+from attn_ops.frontend.engine_attributes import buffer
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.planned_batch import Batch

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.errors import ArgumentError, OptionError, fail
-from attn_ops.frontend.arguments import positive, renamed, required
-from attn_ops.ops.options import AttentionOptions
+from attn_ops.frontend.arguments import computed_dtype, positive, renamed, required
+from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.unsupported import needs_general_decode
 from attn_ops.plan.resizable import PlanSpec
-from attn_ops.typed import integers
 
 
 def prefill_spec(
@@ -40,6 +42,41 @@ def prefill_spec(
         num_kv_heads=num_kv_heads,
         head_dim_qk=dim,
         head_dim_vo=dim if head_dim_vo is None else head_dim_vo,
+    )
+
+
+def paged_spec(
+    page_size: int,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    options: AttentionOptions,
+    *,
+    decode: bool,
+) -> PlanSpec:
+    """The spec of calls over a paged cache. A decoded row has no keys after it.
+
+    Args:
+        heads: query heads and KV heads.
+        head_dims: of keys, both parts of MLA together, and of values.
+        dtypes: of the query, or of the cache where that of the query is not known, and of the cache.
+        options: those of the calls, of which windows, ``causal`` and the positional encoding count.
+    """
+    q_dtype, kv_dtype = dtypes
+    general = needs_general_decode(computed_dtype(q_dtype, kv_dtype), kv_dtype, options.pos_encoding, head_dims[1])
+    return PlanSpec(
+        decode=decode,
+        paged=True,
+        page_size=page_size,
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim_qk=head_dims[0],
+        head_dim_vo=head_dims[1],
+        window_left=options.window_left,
+        causal=options.causal and not decode,
+        window_right=-1 if decode else options.window_right,
+        general_decode=decode and general,
+        fp8_decode=decode and kv_dtype in FP8,
     )
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import flags
 from attn_ops.call import AttentionCall, Planned
-from attn_ops.eager.bound_call import caches_for
-from attn_ops.eager.prepared_call import PreparedCalls
+from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import DTypes, positive
 from attn_ops.frontend.call_plans import with_rows, with_workspace, without_window
@@ -22,7 +22,6 @@ from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.symbolic_sizes import holds
-from attn_ops.typed import flags
 
 TENSOR_NAMES = {
     "batch_mla": ("q_nope", "ckv_cache", "kpe_cache"),
@@ -82,7 +81,8 @@ class PlannedBatch:
 
     def __post_init__(self) -> None:
         rows, keys = self.rows.shape[0], self.keys
-        self.prepared = caches_for(self.workspace.device, rows if keys is None else rows << 32 | keys.shape[0])
+        number = rows if keys is None else rows << 32 | keys.shape[0]
+        self.prepared = new_caches(self.workspace.device, number, on_cpu=True)
 
     def keep_prepared(self, earlier: PlannedBatch | None) -> None:
         """Take the prepared calls of an earlier batch whose calls differ in the number of rows and keys alone."""
@@ -93,9 +93,9 @@ class PlannedBatch:
 
     def _identity(self) -> tuple[Any, ...]:
         """All that run() depends on, apart from the numbers of rows and keys; tensors by identity."""
-        dtypes = None if self.dtypes is None else (self.dtypes.q, self.dtypes.kv, self.dtypes.o)
         options = (id(x) if isinstance(x, Tensor) else x for x in self.options)
-        return self.op, id(self.plan), id(self.workspace), self.spec, dtypes, self.exact, dict(self.state), *options
+        tensors = id(self.plan), id(self.workspace)
+        return self.op, *tensors, self.spec, self.dtypes, self.exact, dict(self.state), *options
 
     @property
     def head_dims(self) -> tuple[int, int]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.frontend.arguments import DType, DTypes, check_fp16_reduction, refuse, renamed, required
-from attn_ops.frontend.base import Wrapper, buffer, graph_buffers
+from attn_ops.frontend.base import Wrapper, graph_buffers
 from attn_ops.frontend.element_offsets import check_repeated, token_offsets
+from attn_ops.frontend.engine_attributes import buffer
 from attn_ops.frontend.kv_cache import values_for
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
@@ -136,7 +137,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         check_repeated(where, "v_indptr", v_indptr, "kv_indptr", kv_indptr, kv_heads * spec.head_dim_vo)
         check_repeated(where, "o_indptr", o_indptr, "qo_indptr", qo_indptr, qo_heads * spec.head_dim_vo)
         table = PageTable.of(where, kv_indptr, qo_indptr=qo_indptr)
-        dtypes = DTypes(where, q_data_type, kv_data_type, o_data_type, data_type)
+        dtypes = DTypes.of(where, q_data_type, kv_data_type, o_data_type, data_type)
         return self._prepare_prefill(
             where,
             Batch("ragged_prefill", table, spec, dtypes=dtypes),

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_real
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import finite
 from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR, softmax_scale
 from attn_ops.plan.page_table import seen
-from attn_ops.typed import check_real
 
 Scale = float | Tensor | None
 

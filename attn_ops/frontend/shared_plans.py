@@ -25,9 +25,9 @@ from torch import Tensor
 from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.contents import contents
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import Lookup, OpCall, current_stream, flatten_tensors
+from attn_ops.eager.op_call import Lookup, flatten_tensors
 from attn_ops.frontend.call_plans import with_workspace
-from attn_ops.gpu import is_capturing
+from attn_ops.gpu import current_stream, is_capturing
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import DecodePlan, PrefillPlan
@@ -247,24 +247,6 @@ class Scheduled(NamedTuple):
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
         return with_workspace(self.plan), options
-
-
-class FoundCall(NamedTuple):
-    """A call whose plan is ``found.value``, or is in it.
-
-    views  views of the arguments, as in :class:`OpCall`
-    """
-
-    call: AttentionCall
-    found: Found
-    views: tuple[tuple[Tensor, Tensor], ...] = ()
-
-    def execute(self) -> Any:
-        return self.call.execute()
-
-    def op_call(self) -> OpCall:
-        op_call, on_cpu = self.call.op_call(), not self.call.tensors[0].is_cuda
-        return op_call._replace(scratch=op_call.args[-1:], views=self.views, lookup=self.found.lookup(on_cpu))
 
 
 def shared(

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import given_tensor
 from attn_ops.frontend.block_tables import lengths
 from attn_ops.plan.page_table import as_int32, seen
-from attn_ops.typed import integers
 
 
 class SparseTokens(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_real, integers
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
@@ -39,7 +40,7 @@ from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, seen
-from attn_ops.typed import check_real, integers, typed
+from attn_ops.typed import typed
 
 
 def _output_dtype(where: str, out: Tensor | None, out_dtype: DType | None) -> torch.dtype | None:

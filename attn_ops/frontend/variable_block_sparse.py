@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import optional_flags
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked
 from attn_ops.frontend.outputs import OutputSpec, check_buffer
@@ -19,7 +20,7 @@ from attn_ops.frontend.sparse_base import SparseWrapper, check_encoding, fitted_
 from attn_ops.plan.block_sparse import check_sizes, divide_rows, offsets_of, query_offsets
 from attn_ops.plan.page_table_checks import INTEGERS
 from attn_ops.sparse_planner import fold_heads, unfold_heads
-from attn_ops.typed import optional_flags, typed
+from attn_ops.typed import typed
 
 MAX_PAGE = 64
 """Largest page size of variable blocks, a power of 2. A kernel is compiled for each page size."""
@@ -111,7 +112,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             num_keys,
             spec,
             options._replace(causal=causal),
-            DTypes(where, q_data_type, kv_data_type),
+            DTypes.of(where, q_data_type, kv_data_type),
         )
         state = {**prepared_plan.state, "_rows": num_rows, "_heads": (num_qo_heads, num_kv_heads)}
         return prepared_plan.with_state(**state)

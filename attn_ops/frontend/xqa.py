@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
 from attn_ops.frontend.block_tables import TableNames, block_table, query_row_offsets
@@ -14,7 +15,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import MAX_WINDOW, MLA_DIMS, AttentionOptions
 from attn_ops.plan.page_table import cumulative, real, uniform_indptr
-from attn_ops.typed import integers, typed
+from attn_ops.typed import typed
 
 
 def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:

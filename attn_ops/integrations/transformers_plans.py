@@ -16,9 +16,8 @@ from torch import Tensor
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import current_stream
 from attn_ops.flash_attn import SchedulerMetadata, get_scheduler_metadata
-from attn_ops.gpu import is_capturing
+from attn_ops.gpu import current_stream, is_capturing
 
 Caches = tuple[Tensor, Tensor]
 """Keys and values: of transformers ``[batch, num_kv_heads, tokens, head_dim]``."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import flags, integers
 from attn_ops.errors import OptionError, dtype_name, fail
-from attn_ops.typed import flags, integers
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """dtypes that attention computes in."""

@@ -1,7 +1,7 @@
 """Registration of every op: schema, implementations, fake implementation, Inductor lowering.
 
 Eager     check -> choose a backend -> its function; repeated calls on CUDA are prepared
-          (:mod:`attn_ops.eager.prepared_call`), on the CPU checked once (:mod:`attn_ops.eager.checked_call`)
+          (:mod:`attn_ops.eager.op_cache`), on the CPU checked once (:mod:`attn_ops.eager.checked_call`)
 Traced    check -> output allocation (:mod:`attn_ops.meta`)
 Inductor  check -> choose a backend -> its function, inlined (:mod:`attn_ops.ops.inductor`)
 
@@ -21,7 +21,7 @@ from torch.library import Library
 from attn_ops.eager import op_entry
 from attn_ops.eager.checked_call import CHECKED_CALLS, Bases, Check, CheckedCalls
 from attn_ops.eager.launches import capture_launches
-from attn_ops.eager.prepared_call import OP_CACHES, OpCache
+from attn_ops.eager.op_cache import OP_CACHES, OpCache
 from attn_ops.errors import AttnOpsError, OptionError
 from attn_ops.meta.outputs import OUTPUTS
 from attn_ops.native import images

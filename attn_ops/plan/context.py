@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, RankError, fail
 from attn_ops.plan.plan_checks import MAX_SIZE
 from attn_ops.plan.state import PlanProblem
-from attn_ops.typed import integers
 
 __all__ = ["ContextShard", "context_group"]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import OpCall, PreparedCalls, new_caches
+from attn_ops.eager.op_call import OpCall
+from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.errors import (
     ArgumentError,
     CapacityError,
@@ -29,7 +31,6 @@ from attn_ops.plan.plan_checks import MAX_SIZE, check_groups, check_head_shards
 from attn_ops.plan.sizing import power_of_two_from
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
 from attn_ops.symbolic_sizes import guard_or_false
-from attn_ops.typed import integers
 
 MAX_WORKSPACE = 1 << 40
 """float32 elements of the largest workspace, 4 TiB: more than any device has."""
@@ -236,24 +237,19 @@ class PlannerBase:
         indptrs: dict[str, Tensor],
         indices: Tensor,
         last: Tensor,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
     ) -> None:
         """Check the dtypes and shapes of a page table, and its contents if ``validate`` or if None and all on the host.
 
-        ``before`` and ``after`` are checks of a planner that run before and after the contents of the page table are
-        checked. With a group the ranks compare their batches after all checks.
+        With a group the ranks compare their batches after all checks.
         """
         contents = validates(validate, *indptrs.values(), indices, last)
 
         def check() -> None:
             check_table(indptrs, indices, last)
-            if before is not None:
-                before()
+            self._check_rows(validate, indptrs)
             if contents:
                 self._check_contents(indptrs, indices, last)
-            if after is not None:
-                after()
+            self._check_splits(validate, indptrs, last)
 
         context = self.context
         if validate and context is not None and context.group is not None:
@@ -262,6 +258,12 @@ class PlannerBase:
             check_same_batch(context, context.group, self.state, (*indptrs.values(), last), check)
         else:
             check()
+
+    def _check_rows(self, validate: bool | None, indptrs: dict[str, Tensor]) -> None:
+        """Check the query rows of a batch, which decode plans do not have."""
+
+    def _check_splits(self, validate: bool | None, indptrs: dict[str, Tensor], last: Tensor) -> None:
+        """Check that the plan has capacity for splits of a fixed size, which decode plans always have."""
 
     def _check_contents(self, indptrs: dict[str, Tensor], indices: Tensor, last: Tensor) -> None:
         """Check the page table; with a context, the page table of all ranks and the page numbers of this rank."""

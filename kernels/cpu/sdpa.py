@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from attn_ops.kernels import reference
 from attn_ops.kernels.cpu import schedule
-from attn_ops.kernels.cpu.readers import Reader, Take
+from attn_ops.kernels.cpu.readers import Reader
 from attn_ops.kernels.cpu.schedule import BatchSizes, KernelCall, KeyBounds, Steps
-from attn_ops.kernels.reference.append import as_nhd, bits
+from attn_ops.kernels.cpu.step import Inputs, Step
+from attn_ops.kernels.reference.append import as_nhd
 from torch import Tensor
 
 from attn_ops.eager.captured_call import _C, View
@@ -56,69 +57,6 @@ MAX_READ = 1 << 16
 
 Result = tuple[Tensor, Tensor]
 """Output and natural LSE. The kernel returns them as ``[requests, heads, rows, ...]``."""
-
-
-class Layout:
-    """The views by which the kernel takes the query rows of a kernel call and returns their outputs.
-
-    The kernel's tensors are ``[requests, heads, rows, dim]``. If all rows of a request see the same keys, the query
-    heads of a KV head become rows: the keys are read once.
-    """
-
-    def __init__(self, call: KernelCall, query: View, num_kv_heads: int) -> None:
-        (_, heads, dim), (row, head, element) = query.size, query.strides
-        requests, rows, group = call.requests, call.rows // call.requests, heads // num_kv_heads
-        self.heads, self.rows_of_kv_head = heads, rows * group
-        self.split = (requests, num_kv_heads, rows, group)
-        self.heads_are_rows = not call.causal and call.window is None and (rows == 1 or group > 1)
-        size: tuple[int, ...] = requests, heads, rows, dim
-        strides: tuple[int, ...] = rows * row, head, row, element
-        self.merges = self.heads_are_rows and rows > 1
-        if self.merges:
-            size, strides = (*self.split, dim), (rows * row, group * head, row, head, element)
-        elif self.heads_are_rows:
-            size, strides = (requests, num_kv_heads, rows * group, dim), (rows * row, group * head, head, element)
-        take = View(size, strides, query.ahead + call.first * row).taker()
-        self.query = (lambda base: take(base).flatten(2, 3)) if self.merges else take
-
-    def rows(self, out: Tensor, shape: Sequence[int]) -> Tensor:
-        """The kernel's output as ``[rows, num_qo_heads, dim]``, reshaped to ``shape``."""
-        if not self.heads_are_rows:
-            out = out.transpose(1, 2)
-        elif self.merges:
-            out = out.view(*self.split, -1).transpose(1, 2)
-        return out.reshape(shape)
-
-    def lse_rows(self, lse: Tensor) -> Tensor:
-        """The kernel's LSE as ``[rows, num_qo_heads]``."""
-        return (lse.view(self.split) if self.heads_are_rows else lse).transpose(1, 2).reshape(-1, self.heads)
-
-
-Inputs = tuple[Tensor, Any, Tensor | None]
-"""The query, the cache of keys and the cache of values; for MLA the query, both caches and None: values are keys."""
-
-
-class Step(NamedTuple):
-    """A kernel call, and how its query, keys and values are read from :data:`Inputs`.
-
-    layout  views of the query and the outputs
-    keys    reads the keys from their cache
-    values  reads the values from their cache; None if the keys are the values
-    rows    number of rows if no mask is needed, else 0
-    """
-
-    call: KernelCall
-    layout: Layout
-    keys: Callable[[Any], Tensor]
-    values: Take | None
-    rows: int
-
-    def take(self, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The query, keys and values of the kernel, ``[requests, heads, rows, dim]``."""
-        _, layout, keys, values, _ = self
-        q, of_keys, of_values = x
-        k = keys(of_keys)
-        return layout.query(q), k, k if values is None else values(of_values)  # type: ignore[arg-type]
 
 
 def _flash_in_float32(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Result:
@@ -336,7 +274,7 @@ def _planned(
     readers = [Reader(cache, base, as_pages, i) for i, (cache, base) in enumerate(zip(caches, of_caches, strict=True))]
     if not _has_keys(planned, q, readers[0].num_pages, ragged):
         return _left_to_reference
-    steps = _steps(planned, form, readers, functools.partial(_step, query, readers))
+    steps = _steps(planned, form, readers, functools.partial(Step.of, query, readers))
 
     def run(
         q: Tensor,
@@ -352,22 +290,6 @@ def _planned(
         return _attend(form, (q, k, v), steps.of(plan), sinks, kv_scale)
 
     return run
-
-
-def _step(query: View, readers: Sequence[Reader], call: KernelCall) -> Step:
-    keys, values = (read(call) for read in readers)
-    return Step(call, Layout(call, query, readers[0].heads), keys, values, 0 if call.window else call.rows)
-
-
-def _mla_step(query: View, readers: Sequence[Reader], call: KernelCall) -> Step:
-    """:func:`_step` for MLA: the keys ``[ckv, kpe]``, joined in each call, are the values too."""
-    reads = [read(call) for read in readers]
-
-    def keys(caches: tuple[Tensor, Tensor]) -> Tensor:
-        parts = [bits(read(cache)) for read, cache in zip(reads, caches, strict=True)]
-        return torch.cat(parts, -1).view(caches[0].dtype)
-
-    return Step(call, Layout(call, query, readers[0].heads), keys, None, 0 if call.window else call.rows)
 
 
 def _steps(
@@ -459,7 +381,7 @@ def batch_mla(
         return _left_to_reference
     rows, heads, dim = *q_nope.shape[:2], q_nope.shape[2] + q_pe.shape[2]
     query = View((rows, heads, dim), (heads * dim, dim, 1), 0)  # of both parts, which each call concatenates
-    steps = _steps(planned, form, readers, functools.partial(_mla_step, query, readers))
+    steps = _steps(planned, form, readers, functools.partial(Step.of_latents, query, readers))
 
     def run(
         q_nope: Tensor,
@@ -503,7 +425,7 @@ def single_prefill(
     if q.shape[0] == 0 or length == 0:
         return _left_to_reference
     call = schedule.of_request(form.rows, length, form.bounds)
-    steps = () if call is None else (_step(query, readers, call),)
+    steps = () if call is None else (Step.of(query, readers, call),)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, kv_scale: Tensor | None = None, **_: Any

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_ops
-from attn_ops.eager.prepared_call import Lookup, OpCall, prepared_function
+from attn_ops.eager.op_call import Lookup, OpCall
+from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import AttnOpsError, GradientError, OptionError, PageTableError
 from attn_ops.flash_attn import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
 from attn_ops.frontend.flash import arguments

@@ -11,9 +11,11 @@ from helpers import fake_driver as f
 from helpers.fake_driver import FakeDriver
 from torch import Tensor
 
-from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager import captured_call, op_cache, op_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
-from attn_ops.eager.prepared_call import Lookup, OpCache, OpCall, prepared_function
+from attn_ops.eager.op_cache import OpCache
+from attn_ops.eager.op_call import Lookup, OpCall
+from attn_ops.eager.prepared_call import prepared_function
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 
@@ -28,7 +30,7 @@ class Op:
 
     def _first_call(self, args: Any, kwargs: Any) -> Any:
         self.captures += 1
-        tensors = prepared_call.flatten_tensors(args)
+        tensors = op_call.flatten_tensors(args)
         result = torch.ops.attn.merge_state(*tensors[:4])
         found = (*tensors, *outputs_of(result)[:1])
         launch = f.launched(self.image, found[self.a], found[self.b])
@@ -42,7 +44,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(a: int = 0, b: int = 1) -> Op:
         made = Op(a, b)
-        monkeypatch.setitem(prepared_call.OP_CACHES, "merge_state", made.cache)
+        monkeypatch.setitem(op_cache.OP_CACHES, "merge_state", made.cache)
         return made
 
     return make

@@ -12,10 +12,10 @@ from helpers.fake_driver import FakeDriver
 from helpers.native_launcher import STREAM
 from torch import Tensor
 
-from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager import captured_call, op_cache, op_call
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import CapturedCall
-from attn_ops.eager.prepared_call import OpCache
+from attn_ops.eager.op_cache import OpCache
 from attn_ops.gpu import ALIGNMENT
 
 pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
@@ -24,9 +24,9 @@ pytestmark = [f.needs_the_module, pytest.mark.usefixtures("fake_driver")]
 def test_the_tensors_of_a_call_are_those_of_its_options_too() -> None:
     """Sinks, scales and masks are options; plans are lists."""
     q, sinks, plan = torch.zeros(1), torch.zeros(2), [torch.zeros(3), torch.zeros(4)]
-    found = prepared_call.flatten_tensors((q, plan, 0.5, sinks, 3))
+    found = op_call.flatten_tensors((q, plan, 0.5, sinks, 3))
     assert [t is wanted for t, wanted in zip(found, (q, sinks), strict=True)] == [True, True]
-    assert [id(t) for t in prepared_call.plan_tensors((q, plan, 0.5))] == [id(t) for t in plan]
+    assert [id(t) for t in op_cache.plan_tensors((q, plan, 0.5))] == [id(t) for t in plan]
 
 
 class Op:
@@ -210,7 +210,7 @@ def test_the_key_contains_the_numbers_of_a_list(fake_driver: FakeDriver, takes_t
         entries[key] = lambda *args, **kwargs: True
         return False
 
-    cache = prepared_call.call_cache(entries, on_miss, on_cuda=True, takes_tensors=takes_tensors)
+    cache = op_cache.call_cache(entries, on_miss, on_cuda=True, takes_tensors=takes_tensors)
     t, window = torch.zeros(4), [1000, 0.5]
     assert not cache(t, window=window)
     ((_, *options),) = entries
@@ -221,7 +221,7 @@ def test_the_key_contains_the_numbers_of_a_list(fake_driver: FakeDriver, takes_t
 
 def test_a_list_of_tensors_of_a_function_is_not_cached(fake_driver: FakeDriver) -> None:
     """Nothing keeps them, and another tensor may get their address."""
-    cache = prepared_call.call_cache({}, lambda key, args, kwargs: key, on_cuda=True, takes_tensors=True)
+    cache = op_cache.call_cache({}, lambda key, args, kwargs: key, on_cuda=True, takes_tensors=True)
     assert cache(torch.zeros(4), [1]) is not None
     assert cache(torch.zeros(4), [torch.zeros(4)]) is None
 
@@ -315,7 +315,7 @@ def test_an_interrupt_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> Non
         return False
 
     entries: dict[Any, Any] = {}
-    call = prepared_call.call_cache(entries, lambda key, args, kwargs: key, (check,), on_cuda=False)
+    call = op_cache.call_cache(entries, lambda key, args, kwargs: key, (check,), on_cuda=False)
     assert call(1) is not None
     raised.append(ValueError)
     assert call(1) is None
@@ -336,7 +336,7 @@ def test_an_error_is_raised_and_nothing_inserted() -> None:
 
 
 def test_without_the_module_every_call_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_call, "_C", None)
+    monkeypatch.setattr(op_cache, "_C", None)
     cache = OpCache("merge_state", f.unchecked, lambda args, kwargs: ((args, kwargs), None))
     assert [cache.op(1, scale=2) for _ in range(2)] == [((1,), {"scale": 2})] * 2
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attn_ops
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
 from attn_ops.eager.checked_call import CHECKED_CALLS
+from attn_ops.eager.op_cache import OpCache
 from attn_ops.eager.op_entry import dispatched
-from attn_ops.eager.prepared_call import OpCache
 from attn_ops.errors import GradientError
 
 pytestmark = f.needs_the_module

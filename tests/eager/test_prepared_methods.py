@@ -14,9 +14,10 @@ from helpers.fake_driver import FakeDriver
 from torch import Tensor
 
 import attn_ops
-from attn_ops.eager import prepared_call
+from attn_ops.eager import op_cache, prepared_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
-from attn_ops.eager.prepared_call import OpCall, PreparedCalls, prepared
+from attn_ops.eager.op_call import OpCall
+from attn_ops.eager.prepared_call import PreparedCalls, prepared
 from attn_ops.frontend import planned_batch
 from attn_ops.ops.checks import CHECKS
 
@@ -82,7 +83,7 @@ class Merger:
 @pytest.fixture
 def merger(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Merger:
     """Its op launches one kernel, on its third and first tensor."""
-    monkeypatch.setitem(prepared_call.OP_CACHES, "merge_state", FakeCache("merge_state", 2, 0))
+    monkeypatch.setitem(op_cache.OP_CACHES, "merge_state", FakeCache("merge_state", 2, 0))
     return Merger()
 
 
@@ -119,7 +120,7 @@ def test_tensors_of_the_owner_and_in_tuples_are_located(merger: Merger, fake_dri
 
 
 def test_a_replay_writes_to_the_output_buffer(merger: Merger, fake_driver: FakeDriver) -> None:
-    prepared_call.OP_CACHES["merge_state"] = FakeCache("merge_state", 4, 0)  # type: ignore[assignment]
+    op_cache.OP_CACHES["merge_state"] = FakeCache("merge_state", 4, 0)  # type: ignore[assignment]
     for calls in (1, 1):
         v, s, out = *_states(), torch.zeros(4, 2, 8)
         assert merger.merge_into(v, s, out) is out
@@ -165,7 +166,7 @@ def test_a_result_that_is_computed_is_not_replayed(merger: Merger) -> None:
 
 
 def test_an_op_that_is_not_captured_is_not_replayed(merger: Merger) -> None:
-    prepared_call.OP_CACHES["merge_state"].captures = False  # type: ignore[attr-defined]
+    op_cache.OP_CACHES["merge_state"].captures = False  # type: ignore[attr-defined]
     assert not _replays(merger, *_states())
 
 
@@ -264,8 +265,8 @@ def _plan(wrapper: Any, table: list[Tensor], **options: Any) -> None:
 def count_launches(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``count_launches()``: how many launches the fake driver has counted, one for each replay."""
     for op in ("batch_decode", "ragged_prefill"):
-        monkeypatch.setitem(prepared_call.OP_CACHES, op, FakeCache(op, 0, 2))
-    monkeypatch.setattr(planned_batch, "caches_for", lambda device, number: (PreparedCalls(), number))
+        monkeypatch.setitem(op_cache.OP_CACHES, op, FakeCache(op, 0, 2))
+    monkeypatch.setattr(planned_batch, "new_caches", lambda device, number, on_cpu: (PreparedCalls(), number))
     return lambda: fake_driver.get("launches")
 
 
@@ -315,13 +316,13 @@ def test_a_call_is_checked_before_those_that_are_made_first(merger: Merger, monk
     """These may write to the cache."""
     v, s = torch.ones(4, 2, 8), torch.zeros(4, 2)
     write = OpCall("merge_state", (v, s, v, s), {})
-    cache, made = prepared_call.OP_CACHES["merge_state"], []
+    cache, made = op_cache.OP_CACHES["merge_state"], []
     first_call = cache.first_call
     monkeypatch.setattr(cache, "first_call", lambda args, kwargs: made.append(args) or first_call(args, kwargs))
     with pytest.raises(attn_ops.errors.ShapeError, match="s_b"):
-        write._replace(args=(v, s, v, torch.zeros(4, 3)), before=(write,)).first_call(())
+        prepared_call.first_call(write._replace(args=(v, s, v, torch.zeros(4, 3)), before=(write,)), (), ())
     assert not made
-    write._replace(before=(write,)).first_call(())
+    prepared_call.first_call(write._replace(before=(write,)), (), ())
     assert len(made) == 2
 
 

@@ -14,9 +14,10 @@ from helpers.flash_requests import DenseCache, check_dense, check_varlen, dense,
 from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor
 
-from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager import captured_call, op_cache
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
-from attn_ops.eager.prepared_call import OpCache, flatten_tensors
+from attn_ops.eager.op_cache import OpCache
+from attn_ops.eager.op_call import flatten_tensors
 from attn_ops.flash_attn import (
     SharedPlans,
     flash_attn_func,
@@ -64,7 +65,7 @@ def replays(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Replays
         return OpCache(op, f.unchecked, first_call)
 
     for op in OPS:
-        monkeypatch.setitem(prepared_call.OP_CACHES, op, cache_of(op))
+        monkeypatch.setitem(op_cache.OP_CACHES, op, cache_of(op))
     counted, options = Replays(fake_driver), arguments.options
 
     def count(*args: Any, **kwargs: Any) -> Any:

@@ -16,9 +16,10 @@ from helpers.transformers_models import TOLERANCE, generate, padded, tokens
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from attn_ops.eager import captured_call, prepared_call
+from attn_ops.eager import captured_call, op_cache
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
-from attn_ops.eager.prepared_call import OpCache, flatten_tensors
+from attn_ops.eager.op_cache import OpCache
+from attn_ops.eager.op_call import flatten_tensors
 from attn_ops.frontend import shared_plans
 from attn_ops.frontend.flash import arguments, metadata
 from attn_ops.integrations import transformers_plans as plans
@@ -112,7 +113,7 @@ def steps(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[
         bodies[0] += 1
         return options(*args, **kwargs)
 
-    monkeypatch.setitem(prepared_call.OP_CACHES, "batch_decode", OpCache("batch_decode", f.unchecked, first_call))
+    monkeypatch.setitem(op_cache.OP_CACHES, "batch_decode", OpCache("batch_decode", f.unchecked, first_call))
     monkeypatch.setattr(arguments, "options", count)
     plans._free.plans.clear()
 

@@ -15,7 +15,7 @@ import torch
 
 import attn_ops
 from attn_ops.collect_env import OPS, Environment, _driver_version, _images
-from attn_ops.eager import prepared_call
+from attn_ops.eager import op_cache
 from attn_ops.native import package
 from attn_ops.ops import backends, tuning_table
 
@@ -89,7 +89,7 @@ def test_images_in_packages(
 
 
 def test_prepared_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(prepared_call.OP_CACHES["batch_decode"]._entries, "key", object())
+    monkeypatch.setitem(op_cache.OP_CACHES["batch_decode"]._entries, "key", object())
     found = attn_ops.collect_env()
     assert found.prepared_calls["batch_decode"] >= 1
     assert f"prepared calls: {', '.join(f'{op} {n}' for op, n in found.prepared_calls.items())}" in str(found)

@@ -20,6 +20,7 @@ FOLDERS = {"": "attn_ops", "kernels": "kernels", "meta": "meta", "cpp_serving": 
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
+        "argument_checks",
         "errors",
         "version",
         "exports",
@@ -39,9 +40,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops.unsupported",),
     ("native",),
     ("eager.captured_call", "eager.interposition", "eager.op_entry"),
-    ("eager.prepared_call", "eager.contents"),
+    ("eager.op_call", "eager.contents"),
+    ("eager.op_cache",),
     ("eager.checked_call",),
     ("eager.bound_call",),
+    ("eager.prepared_call",),
     ("plan", "meta", "eager.startup", "eager.launches"),
     ("kernels",),
     ("ops.schemas", "ops.fp8_queries", "ops.backends", "ops.checks", "ops.inductor", "flops"),
@@ -55,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("call",),
     ("frontend.call_plans",),
     ("frontend.flash.metadata", "frontend.planned_batch", "frontend.shared_plans"),
-    ("frontend.one_shot",),
+    ("frontend.engine_attributes", "frontend.one_shot"),
     ("frontend.base", "frontend.cudnn", "frontend.flash", "frontend.sparse_latent", "frontend.trtllm", "frontend.xqa"),
     ("frontend.deepseek",),
     ("frontend.paged",),

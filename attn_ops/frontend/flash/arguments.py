@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_real, integers, optional_flags
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, renamed
@@ -16,7 +17,6 @@ from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import offsets, seen
 from attn_ops.plan.state import INT32_MAX
 from attn_ops.policy import FLASH_ATTENTION
-from attn_ops.typed import check_real, integers, optional_flags
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 

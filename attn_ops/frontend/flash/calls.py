@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from attn_ops.call import AttentionCall
-from attn_ops.eager.checked_call import call_op
-from attn_ops.eager.prepared_call import Executable, MappedCall, OpCall
+from attn_ops.eager.op_call import Executable, MappedCall
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.autocast import joined
@@ -19,7 +16,7 @@ from attn_ops.frontend.flash.chunks import ragged_chunks
 from attn_ops.frontend.one_shot import unplanned_call
 from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
 from attn_ops.frontend.plan_spec import ragged_spec
-from attn_ops.frontend.shared_plans import Found, FoundCall, Scheduled, shared
+from attn_ops.frontend.shared_plans import Scheduled, shared
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
@@ -33,63 +30,13 @@ DENSE_CACHE = "[batch_cache, seqlen_cache, num_kv_heads, head_dim]"
 PAGED_CACHE = "[pages, page_size, num_kv_heads, head_dim]"
 
 
-class Result(NamedTuple):
-    """The form of a result. ``shape`` is ``(batch, seqlen)`` for a dense query, None for a packed one."""
+def output_spec(q: Tensor, rows_shape: tuple[int, int] | None, return_lse: bool, out: Tensor | None) -> OutputSpec:
+    """The form of a result: LSEs are natural, ``[batch, heads, seqlen]``, or ``[heads, tokens]`` of a packed query.
 
-    shape: tuple[int, int] | None
-    return_lse: bool
-    out: Tensor | None = None
-
-    def spec(self, q: Tensor) -> OutputSpec:
-        """The output spec for a query of ``q``'s dtype."""
-        return OutputSpec(
-            self.out,
-            return_lse=self.return_lse,
-            dtype=dtype_without_scale(q, self.out),
-            lse_base="ln",
-            lse_layout="HN" if self.shape is None else "NH",
-            rows_shape=self.shape,
-        )
-
-    @property
-    def transposes_lse(self) -> bool:
-        """Whether :meth:`of` changes a result of the output spec."""
-        return self.return_lse and self.shape is not None
-
-    def of(self, result: Any) -> Any:
-        """FlashAttention's layout of the LSE: ``[batch, heads, seqlen]``, or ``[heads, tokens]``."""
-        if not self.transposes_lse:
-            return result
-        assert self.shape is not None
-        out, lse = result
-        return out, lse.unflatten(0, self.shape).transpose(1, 2).contiguous()
-
-
-class FlashCall(NamedTuple):
-    """A call that is planned, or needs no plan.
-
-    views   views of the arguments, as in :class:`OpCall`
-    append  the call that appends new tokens first
-    found   the plan, and how later calls find theirs
+    ``rows_shape`` is ``(batch, seqlen)`` of a dense query ``q``, None for a packed one.
     """
-
-    call: AttentionCall
-    result: Result
-    views: tuple[tuple[Tensor, Tensor], ...] = ()
-    append: OpCall | None = None
-    found: Found | None = None
-
-    def execute(self) -> Any:
-        append = self.append
-        if append is None:
-            return self.result.of(self.call.execute())
-        return self.result.of(self.call.execute_after(lambda: call_op(append.op, *append.args, **append.kwargs)))
-
-    def op_call(self) -> OpCall:
-        op_call = self.call.op_call() if self.found is None else FoundCall(self.call, self.found).op_call()
-        if self.result.transposes_lse:
-            op_call = op_call.then(self.result.of)
-        return op_call._replace(views=self.views, before=() if self.append is None else (self.append,))
+    dtype = dtype_without_scale(q, out)
+    return OutputSpec(out, None, return_lse, dtype, lse_base="ln", lse_layout="HN", rows_shape=rows_shape)
 
 
 def with_probabilities(call: Executable) -> Executable:
@@ -156,7 +103,7 @@ def dense_attention(
     *,
     qv: Tensor | None = None,
     chunk: int = 0,
-) -> FlashCall:
+) -> AttentionCall:
     """``q [batch, seqlen_q, ...]`` over ``k, v [batch, seqlen_k, ...]``: ragged KV of equal lengths."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, DENSE)
@@ -172,13 +119,13 @@ def dense_attention(
             )
     check_heads(where, q, k, v, qv)
     q, k = with_latents(where, q, k, v, qv)
-    result = Result((batch, q_len), return_lse, out)
+    output = output_spec(q, (batch, q_len), return_lse, out)
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k, batch)
     spec = ragged_spec(q, k, v, options)
     if decide(batch == 1) and not chunk and not splits_pay(spec, q_len, kv_len, device):
-        return FlashCall(unplanned_call(where, rows, options, result.spec(q), scales), result, views)
+        return unplanned_call(where, rows, options, output, scales)._replace(views=views)
 
     def make() -> DecodePlan | PrefillPlan:
         qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
@@ -186,8 +133,9 @@ def dense_attention(
 
     found = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
     source = Scheduled(found.value, (q.shape[-1], v.shape[-1]))
-    call = AttentionCall(where, "ragged_prefill", rows, source, options, result.spec(q), scales)
-    return FlashCall(call, result, views, found=found)
+    return AttentionCall(
+        where, "ragged_prefill", rows, source, options, output, scales, views=views, lookup=found.lookup
+    )
 
 
 def varlen_attention(
@@ -204,14 +152,13 @@ def varlen_attention(
     *,
     qv: Tensor | None = None,
     chunk: int = 0,
-) -> FlashCall:
+) -> AttentionCall:
     """``q [total_q, ...]`` over ``k, v [total_k, ...]`` by cumulative lengths."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
     check_heads(where, q, k, v, qv)
     batch = requests_of(where, "cu_seqlens_q", cu_seqlens_q)
     q, k = with_latents(where, q, k, v, qv)
-    device, result = q.device, Result(None, return_lse, out)
     spec = ragged_spec(q, k, v, options)
     scales = descales.of_rows(where, q, k, batch, cu_seqlens_q)
 
@@ -221,10 +168,9 @@ def varlen_attention(
         return ragged_plan(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], k.shape[0], chunk)
 
     key = ("varlen", spec, q.shape[0], k.shape[0], chunk)
-    found = shared(key, (cu_seqlens_q, cu_seqlens_k), device, make)
-    source = Scheduled(found.value, (q.shape[-1], v.shape[-1]))
-    call = AttentionCall(where, "ragged_prefill", (q, k, v), source, options, result.spec(q), scales)
-    return FlashCall(call, result, found=found)
+    found = shared(key, (cu_seqlens_q, cu_seqlens_k), q.device, make)
+    source, output = Scheduled(found.value, (q.shape[-1], v.shape[-1])), output_spec(q, None, return_lse, out)
+    return AttentionCall(where, "ragged_prefill", (q, k, v), source, options, output, scales, lookup=found.lookup)
 
 
 def unpack(where: str, name: str, packed: Tensor, parts: int, dims: str) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attn_ops.eager.interposition import is_traced
-from attn_ops.eager.prepared_call import Lookup, flatten_tensors
+from attn_ops.eager.op_call import Lookup, flatten_tensors
 from attn_ops.errors import ArgumentError, PlanError, fail
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.page_table_checks import check_indices

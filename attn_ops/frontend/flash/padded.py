@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.prepared_call import Executable, MappedCall
+from attn_ops.call import AttentionCall
+from attn_ops.eager.op_call import MappedCall
 from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.frontend.block_tables import lengths
-from attn_ops.frontend.flash.calls import FlashCall, requests_of
+from attn_ops.frontend.flash.calls import requests_of
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import offsets, seen
 
@@ -65,9 +66,9 @@ class Used(NamedTuple):
                 fail(DeviceError, where, f"{name} is on {t.device}", f"{of.device}, where {first} is", "move it")
         return tuple(None if t is None else t[self.source] for t in tensors.values())
 
-    def spread_call(self, call: FlashCall) -> Executable:
+    def spread_call(self, call: AttentionCall) -> MappedCall:
         """``call`` of used rows, with its results spread over all rows."""
-        return_lse, out = call.result.return_lse, call.result.out
+        return_lse, out = call.output.return_lse, call.output.out
         return MappedCall(call, lambda result: self._spread(result, return_lse, out), repeatable=False)
 
     def _spread(self, result: Any, return_lse: bool, out: Tensor | None) -> Any:

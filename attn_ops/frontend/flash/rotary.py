@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import optional_flags
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
@@ -24,7 +25,6 @@ from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.state import INT32_MAX
-from attn_ops.typed import optional_flags
 
 
 class Rotary(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import integers, optional_integers
 from attn_ops.errors import OptionError, fail
 from attn_ops.frontend.arguments import positive
 from attn_ops.frontend.flash import arguments
@@ -12,10 +13,12 @@ from attn_ops.frontend.flash.arguments import WindowSize
 from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
 from attn_ops.frontend.flash.cache_checks import check_tables, one_of
 from attn_ops.frontend.flash.metadata import SchedulerMetadata
-from attn_ops.frontend.flash.plan_spec import runs_decode, spec_of_sizes
+from attn_ops.frontend.flash.plan_spec import runs_decode
+from attn_ops.frontend.plan_spec import paged_spec
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.state import INT32_MAX
-from attn_ops.typed import integers, optional_integers, typed
+from attn_ops.typed import typed
 
 
 @typed
@@ -93,18 +96,17 @@ def get_scheduler_metadata(
         fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
     table_name, table = one_of(where, block_table=block_table, page_table=page_table)
     check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-    window = arguments.window(where, window_size, causal)
+    options = AttentionOptions(**arguments.window(where, window_size, causal)._asdict())
     value_dim = headdim if headdim_v is None else headdim_v
     tensors = (cache_seqlens, table, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, cache_batch_idx)
     if device is None:
         device = next((t.device for t in tensors if isinstance(t, Tensor)), None) or torch.empty(0).device
-    spec = spec_of_sizes(
+    spec = paged_spec(
+        max_seqlen_k if page_size is None else page_size,
         (num_heads_q, num_heads_kv),
         (headdim + (value_dim if has_qv else 0), value_dim),
-        max_seqlen_k if page_size is None else page_size,
-        window,
-        qkv_dtype,
-        qkv_dtype,
+        (qkv_dtype, qkv_dtype),
+        options,
         decode=runs_decode(max_seqlen_q if cu_seqlens_q is None else None, has_qv, chunk),
     )
     batch = CacheBatch(
