@@ -213,9 +213,9 @@ class PrefillPlanner(PlannerBase):
         window_right: plan for a window on the right, so that keys after it cost no work; -1 for no window. It has no
             effect with ``causal``.
         tile_rows: query rows of a query tile; default 256 over the query heads per KV head, or fewer if ``max_tokens``
-            is less than that per request. On Hopper 384 with heads of 64, and 768 with heads of 128 for large batches:
-            ``max_tokens * num_qo_heads`` at least 1,536 for each SM, and 1,024 for each request and KV head. The
-            capacities are best no larger than batches are.
+            is less than that per request. On Hopper 384 with heads of 64 to 96, and 768 with heads of 128 for large
+            batches: ``max_tokens * num_qo_heads`` at least 1,536 for each SM, and 1,024 for each request and KV head.
+            The capacities are best no larger than batches are.
         num_ctas: capacity for splits, the work items of one KV head that query tiles are split into for load balance.
             Unlike that of :class:`DecodePlanner` it is no number of CTAs. Planning assumes that the device computes
             half as many query tiles at a time, or two thirds with a head dim of values over 128. 0 never splits. The

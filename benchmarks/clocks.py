@@ -85,6 +85,7 @@ def clocked(one: Specialization) -> Specialization:
     return Specialization(
         kernel,
         {**dict(one.macros), "CLOCKS": one.shared_bytes},
+        sizes=dict(one.sizes),
         threads=one.threads,
         shared_bytes=one.shared_bytes + one.threads // 32 * CLOCK_BYTES,
         cluster=one.cluster,

@@ -151,6 +151,8 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     *(_prefill(1, 8192, 8192, None, dims=(dim, dim), heads=(16, 16)) for dim in (160, 192)),
     _prefill(8, 2048, 2048, None, dims=(96, 96), heads=(32, 32)),
     _prefill(8, 512, 8192, None, dims=(96, 96), heads=(32, 32)),
+    _prefill(16, 1024, 1024, None, causal=False, dims=(72, 72), heads=(16, 16)),
+    _prefill(4, 4096, 4096, None, causal=False, dims=(80, 80), heads=(16, 16)),
     _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4), pos_encoding="ALIBI"),
 )
 

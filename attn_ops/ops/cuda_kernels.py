@@ -67,6 +67,9 @@ CUDA_PREFILL_PADDED_HEAD_DIMS = ((128, 128), (192, 192), (256, 256))
 """Head dims of the kernels for heads with fewer columns, ascending. Tensor maps pad keys and values with zeros, in
 shared memory alone."""
 
+CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS = (96, 96)
+"""Head dims of a smaller one, of 16-bit keys and values without a custom mask."""
+
 CUDA_PREFILL_PADDED_FROM = 64
 """Heads of at most this size have no padded kernel: most columns would be padding."""
 
@@ -181,9 +184,9 @@ class PrefillKey(NamedTuple):
     ) -> PrefillKey:
         """The key of a call for any rows; of a padded kernel, if no other has the head dims and one may take them."""
         key = cls(*head_dims, loads, dtype, kv_dtype in FP8, custom_mask=custom_mask, pos_encoding=pos_encoding)
-        if head_dims in CUDA_PREFILL_HEAD_DIMS or custom_mask or pos_encoding != "NONE" or dtype in FP8:
+        if head_dims in CUDA_PREFILL_HEAD_DIMS or pos_encoding != "NONE" or dtype in FP8:
             return key
-        padded = padded_prefill_head_dims(head_dims, kv_dtype.itemsize)
+        padded = None if key.fp8 and custom_mask else padded_prefill_head_dims(head_dims, key.fp8, custom_mask)
         return key if padded is None else key._replace(head_dim_qk=padded[0], head_dim_vo=padded[1], padded=True)
 
     def variants(self) -> list[PrefillKey]:
@@ -203,14 +206,16 @@ class PrefillKey(NamedTuple):
         return keys
 
 
-def padded_prefill_head_dims(head_dims: tuple[int, int], itemsize: int) -> tuple[int, int] | None:
+def padded_prefill_head_dims(head_dims: tuple[int, int], fp8: bool, custom_mask: bool) -> tuple[int, int] | None:
     """The head dims of the padded kernel for heads of ``head_dims``, of keys and of values; None without one.
 
-    A row of keys or values, whose elements have ``itemsize`` bytes, is whole vectors.
+    ``fp8``: keys and values are FP8. A row of them is whole vectors.
     """
+    itemsize = 1 if fp8 else 2
     if max(head_dims) <= CUDA_PREFILL_PADDED_FROM or any(dim * itemsize % CUDA_VECTOR for dim in head_dims):
         return None
-    return next((dims for dims in CUDA_PREFILL_PADDED_HEAD_DIMS if max(head_dims) <= dims[0]), None)
+    plain = () if fp8 or custom_mask else (CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,)
+    return next((dims for dims in (*plain, *CUDA_PREFILL_PADDED_HEAD_DIMS) if max(head_dims) <= dims[0]), None)
 
 
 def kv_loads(paged: bool, page_size: int) -> str:

@@ -319,7 +319,7 @@ def _cuda_prefill(
     head_dims = head_dims or CUDA_PREFILL_ENCODING_HEAD_DIMS.get(p.pos_encoding, CUDA_PREFILL_HEAD_DIMS)
     dims = p.head_dim_qk, p.head_dim_vo
     custom_mask = "mask" in p.options
-    option = POSITION_NAMES.get(p.pos_encoding, "mask" if custom_mask else "")
+    option = POSITION_NAMES.get(p.pos_encoding, "mask and an FP8 cache" if custom_mask and p.kv_dtype in FP8 else "")
     key = PrefillKey.of(dims, _kv_loads(p), p.dtype, p.kv_dtype, custom_mask, p.pos_encoding)
     return _cuda(
         p,

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from attn_ops.gpu import HOPPER, hopper_sms, is_hopper, properties
-from attn_ops.ops.cuda_kernels import CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, cuda_decode_kv_heads
+from attn_ops.ops.cuda_kernels import (
+    CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
+    CUDA_PREFILL_PADDED_FROM,
+    cuda_decode_kv_heads,
+)
 from attn_ops.ops.options import MLA_HEAD_DIMS
 from attn_ops.ops.unsupported import has_cuda_decode
 from attn_ops.plan.context import ContextShard
@@ -39,8 +43,8 @@ PACKED_ROWS = (MIN_PACKED_ROWS, 128, MAX_PACKED_ROWS)
 MLA_PACKED_ROWS = (16, 32, *PACKED_ROWS)
 """Packed rows of query tiles for heads above :data:`LARGE_HEAD_DIM`. Units of ``mla_swap_ab.cu`` have 16 or 32."""
 
-THREE_CONSUMERS_PACKED_ROWS = (MIN_PACKED_ROWS, 192, 384)
-"""Packed rows of query tiles for heads of :data:`THREE_CONSUMERS_HEAD_DIM` on Hopper."""
+THREE_CONSUMERS_PACKED_ROWS = (MIN_PACKED_ROWS, 128, 192, 384)
+"""Packed rows of query tiles for heads of :func:`takes_three_consumers` on Hopper."""
 
 LARGE_BATCH_PACKED_ROWS = 768
 """Packed rows of a query tile of large batches: whole units of three and of two consumers, and whole Triton tiles."""
@@ -48,8 +52,12 @@ LARGE_BATCH_PACKED_ROWS = 768
 CTA_PACKED_ROWS = 128
 """Packed rows that a CTA of a prefill kernel holds."""
 
-THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_CTA_PACKED_ROWS = 64, 192
-"""Head dim of the CUDA prefill kernel that always has three consumers, and packed rows that a CTA of it holds."""
+THREE_CONSUMERS_HEAD_DIMS, THREE_CONSUMERS_PADDED_HEAD_DIM = (64, 64), 96
+"""Head dims of keys and values of the CUDA prefill kernel that always has three consumers in 16 bits, and the largest
+head dim of the padded kernel that does."""
+
+THREE_CONSUMERS_CTA_PACKED_ROWS = 192
+"""Packed rows that a CTA of three consumers holds."""
 
 LARGE_BATCH_WAVES, LARGE_BATCH_REQUEST_ROWS = 8, 1024
 """Units of three consumers for each SM, and packed rows of a request, that large batches have at least.
@@ -92,10 +100,12 @@ def packed_rows_of_tiles(
     """``packed_rows`` of :func:`rows_per_tile` for these head dims."""
     if max(head_dim_qk, head_dim_vo) > LARGE_HEAD_DIM:
         return MLA_PACKED_ROWS
-    if head_dim_qk != head_dim_vo or not is_hopper(device):
+    if not is_hopper(device):
         return PACKED_ROWS
-    if head_dim_qk == THREE_CONSUMERS_HEAD_DIM:
+    if takes_three_consumers((head_dim_qk, head_dim_vo)):
         return THREE_CONSUMERS_PACKED_ROWS
+    if head_dim_qk != head_dim_vo:
+        return PACKED_ROWS
     return (*PACKED_ROWS, LARGE_BATCH_PACKED_ROWS) if large_batch else PACKED_ROWS
 
 
@@ -152,11 +162,17 @@ def fills_three_consumers(packed_rows: int) -> bool:
     return -(-packed_rows // MIN_PACKED_ROWS) % 3 == 0
 
 
+def takes_three_consumers(head_dims: tuple[int, int]) -> bool:
+    """Whether the CUDA prefill kernel for these head dims, of keys and of values, always has three consumers."""
+    padded = CUDA_PREFILL_PADDED_FROM < max(head_dims) <= THREE_CONSUMERS_PADDED_HEAD_DIM
+    return padded or head_dims == THREE_CONSUMERS_HEAD_DIMS
+
+
 def has_three_consumers(problem: PlanProblem) -> bool:
     """Whether the CUDA prefill kernel has three consumers in 16 bits."""
     if problem.head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
         return fills_three_consumers(packed_rows_of_tile(problem))
-    return problem.head_dims == (THREE_CONSUMERS_HEAD_DIM, THREE_CONSUMERS_HEAD_DIM)
+    return takes_three_consumers(problem.head_dims)
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:
@@ -170,7 +186,7 @@ def packed_rows_of_tile(problem: PlanProblem) -> int:
 def cta_packed_rows(problem: PlanProblem) -> int:
     """Packed rows that a CTA of a prefill kernel holds.
 
-    Heads of 64 have the number of the CUDA kernel on every device: with 128 packed rows in a CTA, tiles of
+    Heads of at most 96 have the number of the CUDA kernel on every device: with 128 packed rows in a CTA, tiles of
     :data:`PACKED_ROWS` would take as many CTAs.
     """
     if has_large_head_dim(problem):

@@ -46,8 +46,7 @@ def sources(specialization: Specialization) -> tuple[bytes, dict[str, bytes]]:
 
 
 def options(specialization: Specialization) -> tuple[str, ...]:
-    macros = tuple(f"-D{name}={value}" for name, value in specialization.macros)
-    return (*OPTIONS, *specialization.kernel.options, *macros)
+    return (*OPTIONS, *specialization.kernel.options, *specialization.definitions)
 
 
 def key_of(specialization: Specialization, compiler: str = "") -> str:

@@ -289,6 +289,7 @@ DEVICE void discard_registers(float (&d)[N]) {
 #define REGISTERS_8(d) R8(d, 0)
 #define REGISTERS_16(d) R8(d, 0), R8(d, 8)
 #define REGISTERS_32(d) R32(d, 0)
+#define REGISTERS_48(d) R32(d, 0), R8(d, 32), R8(d, 40)
 #define REGISTERS_64(d) R32(d, 0), R32(d, 32)
 #define REGISTERS_96(d) R32(d, 0), R32(d, 32), R32(d, 64)
 #define REGISTERS_128(d) REGISTERS_96(d), R32(d, 96)
@@ -296,6 +297,8 @@ DEVICE void discard_registers(float (&d)[N]) {
 #define OPERANDS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define OPERANDS_16 OPERANDS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define OPERANDS_32 OPERANDS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define OPERANDS_48                                                                                                    \
+  OPERANDS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define OPERANDS_64                                                                                                    \
   OPERANDS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"  \
               "%57,%58,%59,%60,%61,%62,%63"
@@ -352,6 +355,7 @@ DEFINE_WGMMA(8, 4, 4, 5, 6, 7, 8, 9)
 DEFINE_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
 DEFINE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
 DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+DEFINE_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
 DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
 DEFINE_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
 DEFINE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)

@@ -77,6 +77,7 @@ class Specialization:
     compares specializations by identity.
 
     macros        ``{"HEAD_DIM": 128}`` is ``-DHEAD_DIM=128``. Sizes that change from call to call are parameters
+    sizes         further macros, which follow from the others, and are not in the name
     threads       threads of a CTA
     shared_bytes  dynamic shared memory of a CTA
     cluster       CTAs of a cluster, in x, y and z. The grid is a multiple of it
@@ -89,12 +90,13 @@ class Specialization:
         kernel: Kernel,
         macros: Mapping[str, int],
         *,
+        sizes: Mapping[str, int] | None = None,
         threads: int,
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
         pdl: bool = True,
     ) -> None:
-        self.kernel, self.macros = kernel, tuple(sorted((name, int(value)) for name, value in macros.items()))
+        self.kernel, self.macros, self.sizes = kernel, _sorted(macros), _sorted(sizes or {})
         self.threads, self.shared_bytes, self.cluster, self.pdl = threads, shared_bytes, cluster, pdl
 
     @property
@@ -102,8 +104,17 @@ class Specialization:
         """Function and macros, such as ``"merge_states_kernel DTYPE=1"``."""
         return " ".join([self.kernel.function, *(f"{name}={value}" for name, value in self.macros)])
 
+    @property
+    def definitions(self) -> list[str]:
+        """The compiler's options of all macros."""
+        return [f"-D{name}={value}" for name, value in (*self.macros, *self.sizes)]
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
+
+
+def _sorted(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((name, int(value)) for name, value in macros.items()))
 
 
 def persistent_grid(items: Any, device: torch.device) -> Any:

@@ -6,6 +6,7 @@
 //     PAGED         1 for paged keys and values, 0 for ragged ones
 //     DTYPE         type of the operands of both products: 1 float16, 2 bfloat16
 //     CONSUMERS     consumer warpgroups, 2 or 3
+//     TILE, KEY_STAGES and others  the sizes of a row of the tables of tiles in prefill.py, which describes them
 // Macros of some specializations, 1 where they are defined:
 //     KV_CP_ASYNC   paged keys and values are copied token by token, by cp.async, from pages of any size
 //     CUSTOM_MASK   a packed custom mask decides which keys a row sees
@@ -18,7 +19,8 @@
 //     ALIBI         logits get the bias of ALiBi
 //     SHARED_ROWS   only with heads of 512: work items have at most 64 packed rows, and both consumers have all of them
 //     PADDED        heads have fewer columns, head_dim_qk and head_dim_vo: the other columns are zeros in shared memory
-// ROPE, ALIBI and Q_FP8 exclude one another, and KV_FP8 excludes Q_FP8. PADDED excludes all but KV_CP_ASYNC and KV_FP8.
+// ROPE, ALIBI and Q_FP8 exclude one another, and KV_FP8 excludes Q_FP8. PADDED goes with KV_CP_ASYNC and
+// with CUSTOM_MASK or KV_FP8 alone.
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A
@@ -37,9 +39,9 @@
 //                   producers. With FP8 products, warps 2 and 3 also transpose values. With KV_CP_ASYNC they are also a
 //                   second producer K and a second producer V, unless they transpose or a loaded tile has 32 tokens
 // warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
-// warpgroup 3       consumer 2, if there are three: without FP8, with heads of 64, and in large batches with heads of
-//                   128, whose KV tiles are then shorter. It has no rows, and exits, if units have at most 128 packed
-//                   rows
+// warpgroup 3       consumer 2, if there are three: without converters, FP8 and custom masks, with heads of 64 and 96,
+//                   and in large batches with heads of 128. KV tiles are shorter then with heads of 96 and 128. It has
+//                   no rows, and exits, if units have at most 128 packed rows
 //
 // With converters, the consumers are the last two warpgroups, and these warps convert or rotate:
 // warps 4, 5        converters K: FP8 keys into the ring of keys
@@ -69,8 +71,8 @@
 //         [producer Q]  wait for unit_full; wait for q_empty[b]; write the unit's QueryBlock; load its queries, which
 //                       completes q_full[b]; arrive on unit_empty
 //         [producers K and V]  wait for unit_full; read the unit. Producer V arrives on unit_empty
-//     2.  [consumer]    wait for q_full[b]; with heads of 128, unless FP8 or RoPE, load Q into registers (half of Q
-//                       with three consumers)
+//     2.  [consumer]    wait for q_full[b]; with heads of 96 and 128, unless FP8 or RoPE, load Q into registers (half
+//                       of Q with heads of 128 and three consumers)
 // mainloop, for each KV tile j of the unit
 //     3.  [producer K]  if kTilesAhead tiles of the unit are left, arrive on unit_empty; wait for k_empty[j]; expect
 //                       the bytes of the tile on k_full[j]; issue a TMA load for each box. Every 32 boxes, load the

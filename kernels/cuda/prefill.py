@@ -9,6 +9,7 @@ import torch
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import (
+    COLUMNS,
     DTYPES,
     FP8_TYPES,
     OUT_TYPES,
@@ -29,13 +30,14 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_HEAD_DIMS,
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
     CUDA_PREFILL_PADDED_HEAD_DIMS,
+    CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,
     CUDA_PREFILL_ROPE_HEAD_DIMS,
     CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS,
     PrefillKey,
     kv_loads,
 )
 from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
-from attn_ops.plan.sizing import THREE_CONSUMERS_CTA_PACKED_ROWS, THREE_CONSUMERS_HEAD_DIM, fills_three_consumers
+from attn_ops.plan.sizing import THREE_CONSUMERS_CTA_PACKED_ROWS, fills_three_consumers, takes_three_consumers
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
@@ -94,24 +96,36 @@ LOADS = ("ragged", "pages", "tokens")
 """The results of :func:`~attn_ops.ops.cuda_kernels.kv_loads`."""
 
 
-class Tile(NamedTuple):
-    """Sizes of a kernel for one pair of head dims. The source computes the same sizes under the names given here.
+class Fp8Tiles(NamedTuple):
+    """The FP8 rings of kernels that convert FP8 keys and values. The source has the macros of the names given here.
 
-    tokens             ``kTile``: tokens of a KV tile
-    key_stages         ``kKeyStages``: stages of the ring of keys
-    value_stages       ``kValueStages``: stages of the ring of values
-    queries            ``kQueries``: query buffers
-    box                ``kRaggedBox``: tokens of a TMA box of ragged keys and values, and the most tokens of a box of
+    tokens        ``LOADED_TILE``: tokens of an FP8 tile. A KV tile is one or two of them
+    key_stages    ``FP8_KEY_STAGES``: FP8 tiles of the ring of keys
+    value_stages  ``FP8_VALUE_STAGES``: FP8 tiles of the ring of values
+    """
+
+    tokens: int
+    key_stages: int
+    value_stages: int
+
+
+class Tile(NamedTuple):
+    """Sizes of a kernel for one pair of head dims. The source has the macros of the names given here.
+
+    tokens             ``TILE``: tokens of a KV tile
+    key_stages         ``KEY_STAGES``: stages of the ring of keys
+    value_stages       ``VALUE_STAGES``: stages of the ring of values
+    queries            ``QUERIES``: query buffers
+    box                ``RAGGED_BOX``: tokens of a TMA box of ragged keys and values, and the most tokens of a box of
                        paged ones. Smaller boxes read and clear fewer tokens after the end of the KV, but each box (with
                        ragged KV one block of columns) takes an instruction
-    transposed_stages  ``kTransposedStages``: stages of the ring of transposed values, with FP8 products
-    converters         warpgroups that convert FP8 keys and values, or rotate queries and keys
-    fp8_tokens         tokens of the FP8 ring of keys, ``kLoadedTile * kFp8KeyStages``, and of the FP8 ring of values,
-                       ``kLoadedTile * kFp8ValueStages``
-    consumers          ``kConsumers``: consumer warpgroups
-    query_blocks       ``kQueryTiles``: blocks of 64 packed rows of a query buffer. None: one for each consumer
-    key_parts          ``kKeyParts``: parts of the columns of keys, each in a stage of its own
-    value_parts        ``kUnitParts``: parts of the columns of values, each in a unit of its own
+    transposed_stages  ``TRANSPOSED_STAGES``: stages of the ring of transposed values, with FP8 products
+    converters         ``CONVERTERS``: warpgroups that convert FP8 keys and values, or rotate queries and keys
+    fp8                the rings of FP8 keys and values that are converted
+    consumers          ``CONSUMERS``: consumer warpgroups
+    query_tiles        ``QUERY_TILES``: blocks of 64 packed rows of a query buffer. None: one for each consumer
+    key_parts          ``KEY_PARTS``: parts of the columns of keys, each in a stage of its own
+    unit_parts         ``UNIT_PARTS``: parts of the columns of values, each in a unit of its own
     """
 
     tokens: int
@@ -121,20 +135,41 @@ class Tile(NamedTuple):
     box: int
     transposed_stages: int = 0
     converters: int = 0
-    fp8_tokens: tuple[int, int] | None = None
+    fp8: Fp8Tiles | None = None
     consumers: int = 2
-    query_blocks: int | None = None
+    query_tiles: int | None = None
     key_parts: int = 1
-    value_parts: int = 1
+    unit_parts: int = 1
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """All but ``CONSUMERS``, which is in the name of a kernel."""
+        loaded, fp8_key_stages, fp8_value_stages = self.fp8 or Fp8Tiles(self.tokens, 0, 0)
+        return {
+            "TILE": self.tokens,
+            "KEY_STAGES": self.key_stages,
+            "VALUE_STAGES": self.value_stages,
+            "QUERIES": self.queries,
+            "RAGGED_BOX": self.box,
+            "TRANSPOSED_STAGES": self.transposed_stages,
+            "CONVERTERS": self.converters,
+            "LOADED_TILE": loaded,
+            "FP8_KEY_STAGES": fp8_key_stages,
+            "FP8_VALUE_STAGES": fp8_value_stages,
+            "QUERY_TILES": self.query_tiles or self.consumers,
+            "KEY_PARTS": self.key_parts,
+            "UNIT_PARTS": self.unit_parts,
+        }
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
         """Bytes of shared memory of a CTA: query buffers, rings, and 1024 or more for other fields of ``Shared``."""
-        rows = self.queries * (self.query_blocks or self.consumers) * PACKED_ROWS
-        key_columns, value_columns = dim_qk // self.key_parts, dim_vo // self.value_parts
+        rows = self.queries * (self.query_tiles or self.consumers) * PACKED_ROWS
+        dim_qk, dim_vo = (-(-dim // COLUMNS) * COLUMNS for dim in (dim_qk, dim_vo))  # whole blocks of columns
+        key_columns, value_columns = dim_qk // self.key_parts, dim_vo // self.unit_parts
         of_token = self.key_stages * key_columns + (self.value_stages + self.transposed_stages) * value_columns
-        fp8_keys, fp8_values = self.fp8_tokens or (0, 0)
-        fp8 = fp8_keys * key_columns + fp8_values * value_columns
-        scales = 4 * rows if self.fp8_tokens and self.query_blocks and self.key_parts == 1 else 0
+        loaded, fp8_key_stages, fp8_value_stages = self.fp8 or Fp8Tiles(0, 0, 0)
+        fp8 = loaded * (fp8_key_stages * key_columns + fp8_value_stages * value_columns)
+        scales = 4 * rows if self.fp8 and self.query_tiles and self.key_parts == 1 else 0
         small = 1024 + scales + 32 * (self.threads // 32) * custom_mask
         return itemsize * (rows * dim_qk + self.tokens * of_token) + fp8 + -(-small // 1024) * 1024
 
@@ -151,7 +186,7 @@ class Tile(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """``kLoadedRowBytes`` with wide heads: a row as it is loaded. Conversion from FP8 doubles its width."""
-        return ROW_BYTES // 2 if self.fp8_tokens else ROW_BYTES
+        return ROW_BYTES // 2 if self.fp8 else ROW_BYTES
 
 
 TILES = {
@@ -159,41 +194,47 @@ TILES = {
     (128, 128): Tile(128, 2, 2, 2, 32),
     (192, 128): Tile(128, 2, 2, 1, 128),
     (256, 256): Tile(64, 3, 2, 1, 32),
-    (512, 512): Tile(64, 4, 1, 1, 32, key_parts=4, value_parts=2),
+    (512, 512): Tile(64, 4, 1, 1, 32, key_parts=4, unit_parts=2),
 }
 """Tiles of 16-bit kernels. The key of this and the next tables is (head dim of keys, head dim of values)."""
+
+MASK_TILES = {(64, 64): Tile(128, 4, 4, 2, 64)}
+"""Tiles of 16-bit kernels with a custom mask, where they are not those of :data:`TILES`.
+
+Beside two consumers, the warps that read the mask have registers for several words of it at once.
+"""
 
 LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
 """Tiles of 16-bit kernels for query tiles that fill three consumers, which plans for large batches have."""
 
-SHARED_ROWS_TILES = {(512, 512): Tile(64, 6, 1, 1, 32, query_blocks=1, key_parts=4)}
+SHARED_ROWS_TILES = {(512, 512): Tile(64, 6, 1, 1, 32, query_tiles=1, key_parts=4)}
 """Tiles of 16-bit kernels for query tiles of at most :data:`PACKED_ROWS` rows, all of which both consumers have."""
 
 KV_FP8_TILES = {
-    (64, 64): Tile(128, 3, 3, 2, 64, converters=1, fp8_tokens=(128, 128)),
-    (128, 128): Tile(128, 2, 2, 2, 32, converters=1, fp8_tokens=(128, 128)),
-    (192, 128): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(64, 64)),
-    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(64, 64)),
-    (512, 512): Tile(64, 2, 1, 1, 32, converters=1, fp8_tokens=(128, 64), key_parts=4, value_parts=2),
+    (64, 64): Tile(128, 3, 3, 2, 64, converters=1, fp8=Fp8Tiles(64, 2, 2)),
+    (128, 128): Tile(128, 2, 2, 2, 32, converters=1, fp8=Fp8Tiles(64, 2, 2)),
+    (192, 128): Tile(64, 2, 2, 1, 32, converters=1, fp8=Fp8Tiles(32, 2, 2)),
+    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8=Fp8Tiles(32, 2, 2)),
+    (512, 512): Tile(64, 2, 1, 1, 32, converters=1, fp8=Fp8Tiles(64, 2, 1), key_parts=4, unit_parts=2),
 }
 """Tiles of kernels that convert FP8 keys and values."""
 
 SHARED_ROWS_KV_FP8_TILES = {
-    (512, 512): Tile(64, 2, 1, 1, 32, converters=1, fp8_tokens=(256, 64), query_blocks=1, key_parts=4),
+    (512, 512): Tile(64, 2, 1, 1, 32, converters=1, fp8=Fp8Tiles(64, 4, 1), query_tiles=1, key_parts=4),
 }
 """Tiles as :data:`SHARED_ROWS_TILES`, of kernels that convert FP8 keys and values."""
 
 KV_FP8_ROPE_TILES = {
-    (64, 64): Tile(128, 3, 2, 2, 64, converters=1, fp8_tokens=(128, 128)),
+    (64, 64): Tile(128, 3, 2, 2, 64, converters=1, fp8=Fp8Tiles(64, 2, 2)),
     (128, 128): KV_FP8_TILES[128, 128],
     (256, 256): KV_FP8_TILES[256, 256],
 }
 """Tiles of kernels that convert FP8 keys and values, and rotate queries and keys."""
 
 FEW_ROWS_TILES = {
-    (64, 64): Tile(128, 3, 3, 2, 64, converters=2, fp8_tokens=(768, 768), query_blocks=1),
-    (128, 128): Tile(64, 3, 3, 2, 32, converters=2, fp8_tokens=(384, 384), query_blocks=1),
-    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(128, 128), query_blocks=1),
+    (64, 64): Tile(128, 3, 3, 2, 64, converters=2, fp8=Fp8Tiles(128, 6, 6), query_tiles=1),
+    (128, 128): Tile(64, 3, 3, 2, 32, converters=2, fp8=Fp8Tiles(64, 6, 6), query_tiles=1),
+    (256, 256): Tile(64, 2, 2, 1, 32, converters=1, fp8=Fp8Tiles(64, 2, 2), query_tiles=1),
 }
 """Tiles of kernels that convert FP8 keys and values, for query tiles of at most :data:`PACKED_ROWS` rows.
 
@@ -220,9 +261,12 @@ PADDED_TILES = {
 }
 """Tiles of 16-bit kernels for heads with fewer columns."""
 
+PADDED_PLAIN_TILES = {(96, 96): Tile(64, 4, 4, 2, 32, consumers=3)}
+"""Tiles as :data:`PADDED_TILES`, of kernels without custom masks."""
+
 PADDED_KV_FP8_TILES = {
     (128, 128): KV_FP8_TILES[128, 128],
-    (192, 192): Tile(64, 2, 2, 1, 32, converters=1, fp8_tokens=(64, 64)),
+    (192, 192): Tile(64, 2, 2, 1, 32, converters=1, fp8=Fp8Tiles(32, 2, 2)),
     (256, 256): KV_FP8_TILES[256, 256],
 }
 """Tiles as :data:`PADDED_TILES`, of kernels that convert FP8 keys and values."""
@@ -235,14 +279,16 @@ FP8_TILES = {
 """Tiles of kernels with FP8 products."""
 
 assert TILES.keys() == CUDA_PREFILL_HEAD_DIMS
+assert tuple(PADDED_TILES) == tuple(PADDED_KV_FP8_TILES) == CUDA_PREFILL_PADDED_HEAD_DIMS
+assert tuple(PADDED_PLAIN_TILES) == (CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,)
 assert KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
 assert SHARED_ROWS_TILES.keys() == SHARED_ROWS_KV_FP8_TILES.keys() == CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS
 assert FEW_ROWS_TILES.keys() == CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
 assert ROPE_TILES.keys() == KV_FP8_ROPE_TILES.keys() == CUDA_PREFILL_ROPE_HEAD_DIMS
-assert tuple(PADDED_TILES) == tuple(PADDED_KV_FP8_TILES) == CUDA_PREFILL_PADDED_HEAD_DIMS
-assert [dims for dims, tile in TILES.items() if tile.consumers == 3] == [(THREE_CONSUMERS_HEAD_DIM,) * 2]
+assert all(tile.consumers == 2 for tile in MASK_TILES.values())
+assert all((tile.consumers == 3) == takes_three_consumers(dims) for dims, tile in (TILES | PADDED_PLAIN_TILES).items())
 assert THREE_CONSUMERS_CTA_PACKED_ROWS == 3 * PACKED_ROWS
 
 E4M3 = torch.float8_e4m3fn
@@ -262,6 +308,7 @@ class Family(NamedTuple):
     rows    value of :attr:`PrefillKey.rows`
     loads   values of :attr:`PrefillKey.loads`
     masks   values of :attr:`PrefillKey.custom_mask`
+    masked  tiles that take the place of others with a custom mask
     """
 
     tiles: dict[tuple[int, int], Tile]
@@ -270,6 +317,7 @@ class Family(NamedTuple):
     rows: str = "any"
     loads: Sequence[str] = LOADS
     masks: Sequence[bool] = (False, True)
+    masked: Mapping[tuple[int, int], Tile] = {}
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -283,7 +331,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family(TILES),
+    Family(TILES, masked=MASK_TILES),
     Family(LARGE_BATCH_TILES, rows="many", masks=(False,)),
     Family(SHARED_ROWS_TILES, macros=("SHARED_ROWS",), rows="few"),
     Family(KV_FP8_TILES, macros=("KV_FP8",)),
@@ -292,9 +340,10 @@ FAMILIES = (
     Family(FP8_TILES, (E4M3,), ("Q_FP8",), masks=(False,)),
     Family(ROPE_TILES, macros=("ROPE",)),
     Family(KV_FP8_ROPE_TILES, macros=("KV_FP8", "ROPE"), masks=(False,)),
-    Family(ALIBI_TILES, macros=("ALIBI",)),
+    Family(ALIBI_TILES, macros=("ALIBI",), masked=MASK_TILES),
     Family(KV_FP8_ALIBI_TILES, macros=("KV_FP8", "ALIBI"), masks=(False,)),
-    Family(PADDED_TILES, macros=("PADDED",), masks=(False,)),
+    Family(PADDED_TILES, macros=("PADDED",)),
+    Family(PADDED_PLAIN_TILES, macros=("PADDED",), masks=(False,)),
     Family(PADDED_KV_FP8_TILES, macros=("KV_FP8", "PADDED"), masks=(False,)),
 )
 
@@ -312,13 +361,18 @@ def _specialization(family: Family, key: PrefillKey, tile: Tile) -> Specializati
             **({"CUSTOM_MASK": 1} if key.custom_mask else {}),
             **dict.fromkeys(family.macros, 1),
         },
+        sizes=tile.macros,
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(key.head_dim_qk, key.head_dim_vo, key.dtype.itemsize, key.custom_mask),
     )
 
 
 _ALL = [
-    (family, PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, family.pos_encoding, padded), tile)
+    (
+        family,
+        PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, family.pos_encoding, padded),
+        family.masked.get(dims, tile) if custom_mask else tile,
+    )
     for family in FAMILIES
     for dims, tile in family.tiles.items()
     for loads in family.loads
@@ -357,7 +411,7 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bo
         paged_map(t, strides, x.heads[1], page_size, box, columns, column_parts=parts)
         if paged
         else ragged_map(t, strides, x.heads[1], x.kv_rows, box, columns)
-        for t, strides, parts in ((x.k, x.k_strides, tile.key_parts), (x.v, x.v_strides, tile.value_parts))
+        for t, strides, parts in ((x.k, x.k_strides, tile.key_parts), (x.v, x.v_strides, tile.unit_parts))
         for columns in (Columns.of(t, tile.row_bytes, padded),)
     )
     steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
@@ -411,7 +465,7 @@ def launch_tiles(
     custom_mask = o.mask is not None
     key = key_of_rows(PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, custom_mask, o.pos_encoding), packed_rows)
     tile = TILE_OF[key]
-    num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows)) * tile.value_parts
+    num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows)) * tile.unit_parts
     launch(
         SPECIALIZATIONS[key],
         (persistent_grid(num_units, x.q.device),),

@@ -65,9 +65,9 @@ constexpr int kRowFactors = kFewRows ? 2 : 1;  // factors of a thread: one for e
 // Consumers begin the exponentials of a KV tile one after another, each when the consumer before has computed the
 // exponentials of its rows 0 (CUTLASS: OrderedSequenceBarrier). Without an order, all consumers come to compute
 // exponentials at the same time, and then to wait for products at the same time. Measured to be faster without an
-// order: soft caps, 16-bit heads of 192/128 and 256, three consumers with heads of 128, and FP8 caches. Heads of 512,
-// FP8 products with heads of 256, and RoPE have no order either.
-constexpr bool kOrdered = kDimQk <= 128 && !kConverts && !kLargeBatch;
+// order: soft caps, 16-bit heads of 192/128 and 256, three consumers with heads of 96 and 128, and FP8 caches. Heads of
+// 512, FP8 products with heads of 256, and RoPE have no order either.
+constexpr bool kOrdered = kDimQk <= 128 && !kConverts && !kShortTiles;
 
 struct Order {
   const Problem& p;

@@ -119,8 +119,8 @@ DEVICE int rows_of_request(const Problem& p, int request) {
 // One warp: looks for KV tiles with a token that the mask lets any query row of the unit see. The window is the union
 // of the windows of all rows.
 struct Scan {
-  static constexpr int kRows = kProducerRegisters > 40 ? 4 : kProducerRegisters > 32 ? 2 : 1;  // rows read at once
-  static constexpr int kWords = kProducerRegisters > 32 ? 2 : 1, kLaneTokens = 32 * kWords, kTokens = 32 * kLaneTokens;
+  static constexpr int kRows = kProducerRegisters > 40 ? 4 : 2;  // rows read at once
+  static constexpr int kWords = 2, kLaneTokens = 32 * kWords, kTokens = 32 * kLaneTokens;
   static constexpr int kTileLanes = kTile / kLaneTokens;
   static constexpr uint32 kFirstTile = (1u << kTileLanes) - 1;
 

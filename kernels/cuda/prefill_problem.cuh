@@ -32,10 +32,6 @@
 #ifndef PADDED
 #define PADDED 0
 #endif
-#define UNIT_PARTS (HEAD_DIM_VO > 256 && !SHARED_ROWS ? 2 : 1)  // units that divide the columns of values
-#ifndef CONSUMERS
-#define CONSUMERS 2
-#endif
 
 namespace attn_ops {
 namespace {
@@ -44,70 +40,59 @@ namespace {
 // computes kDimVo of the kOutDim columns. Another unit computes the other columns, or with kSharedRows the other
 // consumer, which has the same rows.
 constexpr bool kSharedRows = SHARED_ROWS;
-constexpr int kOutDim = HEAD_DIM_VO, kValueParts = kOutDim > 256 ? 2 : 1, kDimVo = kOutDim / kValueParts;
-constexpr int kUnitParts = UNIT_PARTS, kValueColumns = kOutDim / kUnitParts;  // columns of values of a unit
-static_assert(!kSharedRows || kValueParts == 2);
+constexpr int kOutDim = HEAD_DIM_VO, kValueColumns = kOutDim / UNIT_PARTS;  // columns of values of a unit
+constexpr int kValueParts = kSharedRows ? 2 : UNIT_PARTS, kDimVo = kOutDim / kValueParts;
+static_assert(!kSharedRows || UNIT_PARTS == 1);
 // A stage of the ring of keys has kKeyDim columns of a KV tile, so that kKeyParts stages make up the tile. With heads
 // of 512, shared memory has no room for a second KV tile: parts of the next tile replace parts that have been read.
-constexpr int kDimQk = HEAD_DIM_QK, kKeyParts = kDimQk > 256 ? 4 : 1, kKeyDim = kDimQk / kKeyParts;
+constexpr int kDimQk = HEAD_DIM_QK, kKeyParts = KEY_PARTS, kKeyDim = kDimQk / kKeyParts;
 static_assert(PAGED || !KV_CP_ASYNC);
 constexpr bool kCustomMask = CUSTOM_MASK;
+static_assert(!kCustomMask || CONSUMERS == 2);  // the warps that read the mask need more than 32 registers
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
 constexpr int kConsumers = CONSUMERS;
-constexpr bool kConverts = KV_FP8 || ROPE;                        // there is a converter warpgroup
-constexpr bool kManyConverters = FEW_ROWS && HEAD_DIM_QK <= 128;  // there are two: consumers spare the registers
-static_assert(!kConverts || kConsumers == 2);
+constexpr bool kConverts = CONVERTERS > 0;  // with two warpgroups of converters, consumers spare the registers
+static_assert(kConverts == (KV_FP8 || ROPE) && (!kConverts || kConsumers == 2));
 constexpr bool kAlibi = ALIBI;
 static_assert(ROPE + ALIBI + Q_FP8 <= 1 && KV_FP8 + Q_FP8 <= 1);
 static_assert(kValueParts == 1 || !(Q_FP8 || ROPE || ALIBI));
-static_assert(!PADDED || (kValueParts == 1 && !(Q_FP8 || ROPE || ALIBI || FEW_ROWS || CUSTOM_MASK)));
-// The sizes for each head dim are also in the tables of tiles in prefill.py.
-constexpr bool kLargeBatch = kConsumers == 3 && kDimQk == 128;  // LARGE_BATCH_TILES
-constexpr bool kFewRows = FEW_ROWS;                             // FEW_ROWS_TILES
-constexpr bool kHeadsOf192 = kDimVo == 192 && !KV_FP8;          // in PADDED_TILES
+static_assert(!PADDED || (kValueParts == 1 && !(Q_FP8 || ROPE || ALIBI || FEW_ROWS || (KV_FP8 && CUSTOM_MASK))));
+constexpr bool kFewRows = FEW_ROWS;
 static_assert(!kFewRows || (KV_FP8 && !(ROPE || ALIBI) && PAGED && DTYPE == 1));
-constexpr int kTile =  // tokens of a KV tile
-    kDimVo > 128 || (KV_FP8 && kDimQk > 128) || kLargeBatch || (kFewRows && kDimQk > 64) ? 64 : 128;
-constexpr int kKeyStages =  // stages of the ring of keys
-    kKeyParts > 1 && KV_FP8                                                     ? 2
-    : kSharedRows                                                               ? 6
-    : kFp8Products || kConsumers == 3 || kKeyParts > 1 || kHeadsOf192           ? 4
-    : kDimQk == 64 || (kDimQk == 128 && kFewRows) || (kDimQk == 256 && !KV_FP8) ? 3
-                                                                                : 2;
-constexpr int kValueStages =  // KV tiles of the ring of values
-    kValueParts > 1                                                                   ? 1
-    : kHeadsOf192                                                                     ? 3
-    : kFewRows || kLargeBatch || (kDimQk == 64 && !kFp8Products && !(KV_FP8 && ROPE)) ? kKeyStages
-                                                                                      : 2;
-constexpr int kRaggedBox =  // tokens of a TMA box of ragged keys and values; a box of paged ones has at most as many
-    kDimQk == 64 ? 64 : kDimQk == 192 && kDimVo == 128 && !KV_FP8 ? 128 : 32;
-constexpr int kTransposedStages = 4;  // KV tiles of the ring of transposed values (FP8 products)
+constexpr int kTile = TILE;                                          // tokens of a KV tile
+constexpr int kKeyStages = KEY_STAGES, kValueStages = VALUE_STAGES;  // of the rings of keys and values
+constexpr int kTransposedStages = TRANSPOSED_STAGES;                 // of the ring of transposed values (FP8 products)
+constexpr int kRaggedBox = RAGGED_BOX;  // tokens of a TMA box of ragged KV; a box of paged KV has at most as many
+constexpr bool kShortTiles = kConsumers == 3 && kTile < 128;  // three consumers with heads above 64
 // The scheduler takes the next unit when producer K has kTilesAhead KV tiles of a unit left. With a custom mask the
 // scheduler then reads the mask of the next unit, which takes longer.
-constexpr int kTilesAhead = kCustomMask ? 8 : kKeyStages > 2 * kKeyParts && !kLargeBatch ? 1 : 3;
-constexpr int kQueries = kDimQk > 128 ? 1 : 2;                       // query buffers
-constexpr int kQueryBlocks = 2 * kQueries;                           // QueryBlocks in shared memory
-constexpr int kPackedRows = 64;                                      // packed rows of a consumer
-constexpr int kQueryTiles = kFewRows || kSharedRows ? 1 : kConsumers;  // blocks of kPackedRows rows of a query buffer
+constexpr int kTilesAhead = kCustomMask ? 8 : kKeyStages > 2 * kKeyParts && !kShortTiles ? 1 : 3;
+constexpr int kQueries = QUERIES;           // query buffers
+constexpr int kQueryBlocks = 2 * kQueries;  // QueryBlocks in shared memory
+constexpr int kPackedRows = 64;             // packed rows of a consumer
+constexpr int kQueryTiles = QUERY_TILES;    // blocks of kPackedRows rows of a query buffer
+static_assert(kQueryTiles == (kFewRows || kSharedRows ? 1 : kConsumers));
 // A row in shared memory is as wide as the swizzle, kRowBytes, and has kColumns columns. The columns of wider heads are
-// several blocks of kColumns.
+// several blocks of kColumns. Of heads of 96, products do not read the second half of the last block.
 constexpr int kRowBytes = kDimQk * kElementBytes < 128 ? kDimQk * kElementBytes : 128;
 constexpr int kColumns = kRowBytes / kElementBytes, kRowChunks = kRowBytes / 16;
 constexpr int kGroupBytes = 8 * kRowBytes;  // 8 rows of one block of columns
-constexpr int kQueryBytes = kPackedRows * kDimQk * kElementBytes;
-constexpr int kKeyBytes = kTile * kKeyDim * kElementBytes, kValueBytes = kTile * kValueColumns * kElementBytes;
+template <int DIM>
+constexpr int kColumnBlocks = (DIM + kColumns - 1) / kColumns;  // blocks of columns of a row
+constexpr int kQueryBytes = kPackedRows * kColumnBlocks<kDimQk> * kRowBytes;
+constexpr int kKeyBytes = kTile * kColumnBlocks<kKeyDim> * kRowBytes;
+constexpr int kValueBytes = kTile * kColumnBlocks<kValueColumns> * kRowBytes;
 // With KV_FP8, producers load FP8 tiles of kLoadedTile tokens into FP8 rings, and converters convert them into the
 // 16-bit rings: kFp8Parts FP8 tiles make up a stage. Without KV_FP8 a loaded tile is a KV tile.
-constexpr int kFp8Parts = KV_FP8 && !kFewRows && kKeyParts == 1 ? 2 : 1, kLoadedTile = kTile / kFp8Parts;
-constexpr int kFp8KeyStages = kSharedRows ? 4 : kKeyParts > 1 ? 2 : !kFewRows ? kFp8Parts : kDimQk == 256 ? 2 : 6;
-constexpr int kFp8ValueStages = kKeyParts > 1 ? 1 : kFp8KeyStages;
+constexpr int kLoadedTile = LOADED_TILE, kFp8Parts = kTile / kLoadedTile;
+constexpr int kFp8KeyStages = FP8_KEY_STAGES, kFp8ValueStages = FP8_VALUE_STAGES;
 constexpr int kMostFp8Stages = kFp8KeyStages > kFp8ValueStages ? kFp8KeyStages : kFp8ValueStages;
 // Bytes of a row of kColumns columns, and of an element, of keys and values as they are loaded.
 constexpr int kLoadedRowBytes = KV_FP8 ? 64 : kRowBytes, kLoadedBytes = KV_FP8 ? 1 : kElementBytes;
 static_assert(kLoadedTile % kRaggedBox == 0);
 constexpr int kConsumerThreads = 128, kConsumerWarps = 4, kQueryThreads = 64, kProducerWarps = 4;
-constexpr int kConverterWarps = kManyConverters ? 8 : kConverts ? 4 : 0;
+constexpr int kConverterWarps = 4 * CONVERTERS;
 constexpr int kFirstConsumerWarp = kProducerWarps + kConverterWarps;
 // Half of the converter warps convert keys, and half values. With RoPE, and if two units divide the columns of values,
 // all of them convert both.
@@ -124,7 +109,7 @@ constexpr bool kSparesRegisters =
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSparesRegisters ? 56 : 40;
 constexpr int kConverterRegisters = kConverts ? 56 : 0;
 constexpr int kConsumerRegisters =
-    kConsumers == 3 || kManyConverters ? 160 : kConverts ? 208 : kSparesRegisters ? 224 : 232;
+    kConsumers == 3 || CONVERTERS == 2 ? 160 : kConverts ? 208 : kSparesRegisters ? 224 : 232;
 constexpr int kLaunchRegisters = kThreads == 640 ? 96 : kThreads == 512 ? 128 : 168;
 static_assert(kProducerRegisters + kConverterWarps / 4 * kConverterRegisters + kConsumers * kConsumerRegisters <=
               kThreads / 128 * kLaunchRegisters);
@@ -309,7 +294,7 @@ struct ItemCounts {
 // another, KV head by KV head, so that units which read the same keys are neighbours.
 struct Schedule : Walk<PAGED> {
   DEVICE bool next(const Problem& p, Unit& unit) {
-    const int64 of_item = int64(p.num_kv_heads) * p.blocks() * kUnitParts;
+    const int64 of_item = int64(p.num_kv_heads) * p.blocks() * UNIT_PARTS;
     const int units = static_cast<int>(min(ItemCounts(p).all * of_item, int64(0x7FFFFFFF)));
     for (;;) {
       const int64 u = p.queue && wave ? int64(gridDim.x) + atomic_increment(p.queue + kNextUnit, units - 1)
@@ -323,11 +308,11 @@ struct Schedule : Walk<PAGED> {
   // Unit number u. False if the unit has no rows.
   DEVICE bool find(const Problem& p, int u, Unit& unit) const {
     const ItemCounts items(p);  // computed again, so that it takes no registers during the wait for the counter
-    const int blocks = p.blocks(), of_rows = u / kUnitParts, of_heads = of_rows / blocks;
+    const int blocks = p.blocks(), of_rows = u / UNIT_PARTS, of_heads = of_rows / blocks;
     const int first_packed_row = of_rows % blocks * p.block_rows(), first = first_packed_row / p.group;
     unit.kv_head = of_heads % p.num_kv_heads, unit.first_packed_row = first_packed_row, unit.first_row = first;
 #if UNIT_PARTS > 1
-    unit.first_column = u % kUnitParts * kDimVo;
+    unit.first_column = u % UNIT_PARTS * kDimVo;
 #endif
     if (!locate(p, items, of_heads / p.num_kv_heads, unit)) return false;
     const int last = min((first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
@@ -375,7 +360,7 @@ constexpr bool kBoxHasAllColumns = PAGED && !PADDED;
 template <int DIM, int TOKENS = kTile, int ROW_BYTES = kRowBytes, int BYTES = kElementBytes>
 struct TileLayout {
   static constexpr int kRow = ROW_BYTES;
-  static constexpr int kBlocks = DIM * BYTES / ROW_BYTES;                       // blocks of columns
+  static constexpr int kBlocks = (DIM * BYTES + ROW_BYTES - 1) / ROW_BYTES;         // blocks of columns
   static constexpr int kGroup = kBoxHasAllColumns ? kBlocks * 8 * kRow : 8 * kRow;  // from 8 tokens to the next 8
   static constexpr int kColumn = kBoxHasAllColumns ? 8 * kRow : TOKENS * kRow;  // from a block of columns to the next
 };

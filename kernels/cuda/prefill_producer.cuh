@@ -34,10 +34,12 @@ DEVICE void pass_unit(const Problem& p, Schedule& schedule, uint32 n, Shared& sh
   arrive(shared_address(&shared.unit_full));
 }
 
-constexpr int kValueChunks = kValueColumns * kLoadedBytes / 16;  // 16-byte chunks of the values of a token
+using LoadedValues = LoadedLayout<kValueColumns>;
+// 16-byte chunks of the values of a token: of whole blocks of columns, whose chunks the swizzle permutes.
+constexpr int kValueChunks = LoadedValues::kBlocks * LoadedValues::kRow / 16;
 
 DEVICE void zero_chunk(uint32 values, int row, int chunk) {
-  using Layout = LoadedLayout<kValueColumns>;
+  using Layout = LoadedValues;
   constexpr int kOfRow = Layout::kRow / 16;
   store_shared(values + row / 8 * Layout::kGroup + chunk / kOfRow * Layout::kColumn + row % 8 * Layout::kRow +
                    chunk % kOfRow * 16,
@@ -53,7 +55,7 @@ DEVICE void zero_rows(uint32 values, int begin, int end, int lane) {
 // One warp: sets the rows of a tile of values that are not in `seen`, the result of seen_tokens, to 0. These may be all
 // rows, since a mask may hide whole KV tiles.
 DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
-  static_assert(!kCustomMask || kValueChunks % 32 == 0 || 32 % kValueChunks == 0);
+  static_assert(kLoadedTile * kValueChunks % 32 == 0);  // all lanes take part in each shuffle
 #pragma unroll 2
   for (int i = lane; i < kLoadedTile * kValueChunks; i += 32) {
     const int row = i / kValueChunks;
@@ -65,12 +67,13 @@ DEVICE void zero_unseen(uint32 values, uint32 seen, int lane) {
 template <bool VALUES>
 struct LoadedTiles {
   static constexpr bool kRotated = ROPE && !KV_FP8 && !VALUES;  // converters rotate the keys in this ring
-  static constexpr int kDim = VALUES ? kValueColumns : kKeyDim, kBytes = kLoadedTile * kDim * kLoadedBytes;
+  static constexpr int kDim = VALUES ? kValueColumns : kKeyDim;
   static constexpr int kParts = VALUES ? 1 : kKeyParts;  // stages that a loaded tile takes
   static constexpr int kStages = KV_FP8 ? (VALUES ? kFp8ValueStages : kFp8KeyStages)
                                         : (VALUES ? kValueStages : kKeyStages);
   static constexpr int kFullBarriers = KV_FP8 || kRotated ? kStages : 2 * kStages;
   using Layout = LoadedLayout<kDim>;
+  static constexpr int kBytes = kLoadedTile * Layout::kBlocks * Layout::kRow;
 
   uint32 memory, full, empty;
 
@@ -248,7 +251,7 @@ DEVICE void produce(const Problem& p, Source source, Shared& shared) {
   }
 }
 
-constexpr int kQueryColumnBlocks = kDimQk / kColumns;
+constexpr int kQueryColumnBlocks = kColumnBlocks<kDimQk>;
 
 // Queries in global memory.
 struct Queries {

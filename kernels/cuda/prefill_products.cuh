@@ -30,11 +30,13 @@ DEVICE uint64 pv_values(Shared& shared) {
 DEVICE uint32 pv_full(Shared& shared) { return shared_address(shared.v_full); }
 DEVICE uint32 pv_empty(Shared& shared) { return shared_address(shared.v_empty); }
 
-// The queries of a unit as operand A of QK, in parts of 16 columns. With heads of 128 and without converters they are
-// in registers, and QK reads a third less of shared memory. Three consumers have registers for half of the parts. Other
-// kernels have no registers for queries.
+// The queries of a unit as operand A of QK, in parts of 16 columns. With heads of 96 and 128 and without converters
+// they are in registers, and QK reads a third less of shared memory. Three consumers with heads of 128 have registers
+// for half of the parts. Other kernels have no registers for queries.
 constexpr int kQueryParts = kDimQk / 16;
-constexpr int kRegisterParts = kDimQk != 128 || kConverts ? 0 : kLargeBatch ? kQueryParts / 2 : kQueryParts;
+constexpr int kRegisterParts = kConverts || (kDimQk != 96 && kDimQk != 128) ? 0
+                               : kShortTiles && kDimQk == 128               ? kQueryParts / 2
+                                                                            : kQueryParts;
 
 struct Query {
   uint32 registers[kRegisterParts > 0 ? kRegisterParts : 1][4];

@@ -66,7 +66,8 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
         if (VALUES) {
           const uint32 seen = seen_tokens<kOwnTokens / 32>(p, own_mask(shared), first + part * kOwnTokens);
           tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
-              p, of_columns, groups, [&](int i) { return __shfl_sync(~0u, seen, i); });
+              p, of_columns, groups, [&](int i) { return __shfl_sync(~0u, seen, i); },
+              PADDED ? end_byte : Layout::kBlocks * Layout::kRow);
         } else
 #endif
           tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(

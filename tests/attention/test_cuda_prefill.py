@@ -116,7 +116,17 @@ CASES = [
     ),
     *(
         replace(BASE, name=f"{dims[0]}/{dims[1]}, mask, {name}", head_dims=dims, **{"masked": 0.4, **options})
-        for dims in ((128, 128), (64, 64), (192, 128), (256, 256), (512, 512))
+        for dims in (
+            (128, 128),
+            (64, 64),
+            (192, 128),
+            (256, 256),
+            (512, 512),
+            (80, 80),
+            (112, 112),
+            (176, 176),
+            (240, 240),
+        )
         for name, options in {
             "in place of causal": {},
             "few keys seen": {"masked": 0.01, "heads": (4, 4), "page_size": 64, "kv_layout": "HND"},
@@ -142,6 +152,8 @@ CASES += [
         "rows beyond the batch": {"padding": 70, "spare_batch": 3, "planner": {"tile_rows": 64}},
         "split, all options": {**_SPLIT, "logits_soft_cap": 5.0, "sinks": 1.0, "window_left": 1500},
         "alternating warpgroups, split": {**_SPLIT, "planner": {"num_ctas": 8, "tile_rows": 16}},
+        "tiles of one and a half units": {"planner": {"tile_rows": 70}},
+        "row_max rises": {"sm_scale": 2.0, "dtype": torch.float16, "planner": {"tile_rows": 96}},
     }.items()
 ]
 """Heads of fewer columns than their kernels have."""

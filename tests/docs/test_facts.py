@@ -77,7 +77,7 @@ def test_sizes_of_prefill_tiles_are_those_of_the_kernel() -> None:
         if "ALIBI" in family.macros:  # whose tiles are those of others
             continue
         itemsize = family.dtypes[0].itemsize
-        for dims, tile in family.tiles.items():
+        for dims, tile in (*family.tiles.items(), *family.masked.items()):
             stages = (tile.key_stages, tile.value_stages, tile.transposed_stages)
             text = ", ".join(str(number) for number in stages if number)
             kib = tile.shared_bytes(*dims, itemsize, False) / 1024

@@ -124,6 +124,28 @@ PREFILL = [
     ("ragged", _case("ragged, 128/96", head_dims=(128, 96), **LONGER, causal=True, kv_layout="HND")),
     ("ragged", _case("ragged, 176", head_dims=(176, 176), heads=(4, 2), window_left=40, window_right=3)),
     ("ragged", _case("ragged, 240", head_dims=(240, 240), heads=(4, 2), **LONGER, causal=True, sinks=1.0)),
+    *(
+        (
+            "prefill",
+            _case(
+                f"88, tiles of {4 * rows} packed rows",
+                **SPLIT | {"qo_lens": (110, 0, 33, 2), "planner": {"num_ctas": 12, "tile_rows": rows}},
+                head_dims=(88, 88),
+                causal=True,
+            ),
+        )
+        for rows in (16, 32, 50, 96)
+    ),
+    ("ragged", _case("ragged, 96, row_max rises", **LONGER, head_dims=(96, 96), dtype=torch.float16, sm_scale=2.0)),
+    ("prefill", _case("96, mask", head_dims=(96, 96), masked=0.4, padding=3, spare_batch=2)),
+    ("ragged", _case("ragged, 80, mask", head_dims=(80, 80), masked=0.7, window_left=50, sinks=1.0)),
+    ("prefill", _case("80, mask that hides ends, splits", **SPLIT | ENDS, head_dims=(80, 80), masked="band")),
+    (
+        "prefill",
+        _case("112, mask that hides most tokens", **UNSEEN | {"window_left": -1}, head_dims=(112, 112), masked=0.01),
+    ),
+    ("prefill", _case("176, mask", head_dims=(176, 176), heads=(4, 2), masked=0.5, page_size=64)),
+    ("ragged", _case("ragged, 224, mask", head_dims=(224, 224), heads=(4, 2), **LONGER, masked=0.5)),
 ]
 
 FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.25)}
@@ -131,7 +153,7 @@ FP8_E5M2: dict[str, Any] = {"kv_dtype": torch.float8_e5m2, "kv_scale": (2.0, 0.2
 FP8_PREFILL = [
     (kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV)))
     for i, (kind, case) in enumerate(PREFILL)
-    if case.head_dims in prefill.KV_FP8_TILES or padded_prefill_head_dims(case.head_dims, 1)
+    if case.head_dims in prefill.KV_FP8_TILES or padded_prefill_head_dims(case.head_dims, fp8=True, custom_mask=False)
 ]
 """The same cases with FP8 keys and values."""
 

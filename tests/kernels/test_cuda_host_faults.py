@@ -337,7 +337,7 @@ WIDE_FAULTS = {
         "differs",
     ),
     "the first half of the values for both units": Planted(
-        Fault("unit.first_column = u % kUnitParts * kDimVo;", "unit.first_column = 0;"), "race|differs"
+        Fault("unit.first_column = u % UNIT_PARTS * kDimVo;", "unit.first_column = 0;"), "race|differs"
     ),
     "both halves of the output in one place": Planted(
         Fault(STORED, STORED.replace("first_column", "0")), "race|differs", case="shared rows"
@@ -362,6 +362,8 @@ STORED_ROWS = (
 )
 COPIED_TOKENS = """tokens.template copy_rows<Layout::kBlocks, Layout::kRow, Layout::kColumn>(
               p, of_columns, groups, [](int) { return ~0u; }, PADDED ? end_byte : Layout::kBlocks * Layout::kRow);"""
+ZEROED_ROWS = """for (int i = begin * kValueChunks + lane; i < end * kValueChunks; i += 32)
+    zero_chunk(values, i / kValueChunks, i % kValueChunks);"""
 PADDED_FAULTS = {
     "columns of the next head in queries": Planted(
         Fault(QUERY_CHUNK, QUERY_CHUNK.replace("copies", "exists")), "differs|outside", case="odd group"
@@ -380,6 +382,9 @@ PADDED_FAULTS = {
     ),
     "tokens copied to the end of the row": Planted(
         Fault(COPIED_TOKENS, COPIED_TOKENS.replace("PADDED ? end_byte : ", "")), "differs|outside", case="by tokens"
+    ),
+    "zeros in a part of a swizzled row": Planted(
+        Fault(ZEROED_ROWS, ZEROED_ROWS.replace("kValueChunks", "(kValueColumns / 8)")), "differs"
     ),
 }
 
@@ -483,6 +488,7 @@ def test_faults_of_padded_heads_are_noticed(name: str) -> None:
         "": prefill_case("padded", **sizes, heads=(4, 2)),
         "odd group": prefill_case("padded, odd group", **sizes, heads=(3, 1)),
         "by tokens": prefill_case("padded, by tokens", **sizes, heads=(4, 2), page_size=3),
+        "by tokens, mask": prefill_case("padded, by tokens, mask", **sizes, heads=(4, 2), page_size=3, masked=0.5),
     }
     for case in [PADDED_FAULTS[name].case] if name else cases:
         with noticed(PADDED_FAULTS, name):

@@ -38,11 +38,8 @@ SPILL_BYTES = 80
 """Of a thread that may be spilled: values that are needed again after a loop, once for a KV tile, or beside the
 exponentials of a soft cap."""
 
-TOKENS_SPILL_BYTES = 96
-"""The same of images that copy tokens, whose producers spill some words too."""
-
-MASK_SPILL_BYTES = 128
-"""The same of images that read a custom mask, whose scheduler has 32 registers with three consumers."""
+MASK_SPILL_BYTES = 104
+"""The same of images that read a custom mask. All their tiles are masked."""
 
 
 def _spills(key: PrefillKey) -> tuple[int, int]:
@@ -173,15 +170,6 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
     expected = {
         "sizeof(Shared)": one.shared_bytes,
         "kThreads": one.threads,
-        "kTile": tile.tokens,
-        "kKeyStages": tile.key_stages,
-        "kValueStages": tile.value_stages,
-        "kQueries": tile.queries,
-        "kQueryTiles": tile.query_blocks or tile.consumers,
-        "kConverterWarps": 4 * tile.converters,
-        **dict(
-            zip(("kFp8KeyStages * kLoadedTile", "kFp8ValueStages * kLoadedTile"), tile.fp8_tokens or (), strict=False)
-        ),
         "kPackedRows": prefill.PACKED_ROWS,
         "kRowBytes": row_bytes,
         "kLoadedRowBytes": min(tile.row_bytes, row_bytes),
@@ -189,9 +177,8 @@ def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
         "kNone": prefill.NO_WINDOW,
         "kMaxGroup": cuda_kernels.CUDA_PREFILL_GROUP,
         "kLikeOperands": 0,
-        **({"kTransposedStages": tile.transposed_stages} if tile.transposed_stages else {}),
-        **(dict(zip(("kFp8E4M3", "kFp8E5M2"), prefill.FP8_TYPES.values(), strict=True)) if tile.fp8_tokens else {}),
-        **({"kBFloat16Queries": prefill.BFLOAT16_QUERIES} if tile.fp8_tokens else {}),
+        **(dict(zip(("kFp8E4M3", "kFp8E5M2"), prefill.FP8_TYPES.values(), strict=True)) if tile.fp8 else {}),
+        **({"kBFloat16Queries": prefill.BFLOAT16_QUERIES} if tile.fp8 else {}),
         **dict(zip(("kFloat32", "kFloat16", "kBFloat16", "kE4M3", "kE5M2"), prefill.OUT_TYPES.values(), strict=True)),
     }
     checks = "".join(f'static_assert({name} == {value}, "{name}");\n' for name, value in expected.items())
@@ -205,7 +192,7 @@ TILES = [tile for family in prefill.FAMILIES for tile in family.tiles.values()]
 
 def test_a_tile_is_whole_boxes_of_whole_groups() -> None:
     for tile in TILES:
-        assert min([tile.tokens, *(tokens // 2 for tokens in tile.fp8_tokens or ())]) % tile.box == 0
+        assert (tile.fp8.tokens if tile.fp8 else tile.tokens) % tile.box == 0
         assert tile.box % GROUP_TOKENS == 0
 
 
@@ -252,8 +239,7 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     """The assembler may move exponentials behind the wait for the second product, and adds waits between products."""
     one, tile = prefill.SPECIALIZATIONS[key], prefill.TILE_OF[key]
     tokens = tile.tokens
-    spills = TOKENS_SPILL_BYTES if key.loads == "tokens" else SPILL_BYTES
-    assert usage_of(one).stack <= (MASK_SPILL_BYTES if key.custom_mask else spills)
+    assert usage_of(one).stack <= (MASK_SPILL_BYTES if key.custom_mask else SPILL_BYTES)
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     # Last product; next unit's logits.
@@ -281,7 +267,7 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     # Two numbers at once, in a loop over two or four chunks of 16: one for keys and values, or one for each of both.
     equal_rings = key.head_dim_qk == key.head_dim_vo != 512 and key.pos_encoding != "ROPE_LLAMA"
     loops = 1 if equal_rings else 2
-    unpacks = range(16 * loops, 32 * loops + 1, 16) if tile.fp8_tokens else (0,)
+    unpacks = range(16 * loops, 32 * loops + 1, 16) if tile.fp8 else (0,)
     for name in ("E4M3", "E5M2"):
         assert code.count(f".{name}.UNPACK") in unpacks
 
@@ -388,22 +374,23 @@ def _loads(problem: Problem) -> str:
 
 
 PADDED = {
-    **dict.fromkeys(((72, 72), (80, 80), (96, 96), (96, 64), (80, 16)), (128, 128)),
-    **dict.fromkeys(((112, 112), (128, 96), (64, 128)), (128, 128)),
+    **dict.fromkeys(((72, 72), (80, 80), (96, 96), (96, 64), (80, 16)), (96, 96)),
+    **dict.fromkeys(((104, 104), (112, 112), (128, 96), (64, 128)), (128, 128)),
     **dict.fromkeys(((136, 136), (160, 160), (192, 192), (160, 128), (128, 192)), (192, 192)),
     **dict.fromkeys(((200, 200), (256, 192), (64, 256)), (256, 256)),
 }
-"""Head dims -> those of the kernel that pads them."""
+"""Head dims -> those of the 16-bit kernel without a custom mask that pads them."""
 
 
 def _expected_key(problem: Problem) -> PrefillKey:
     """For any number of rows."""
-    dims = problem.head_dim_qk, problem.head_dim_vo
+    dims, fp8 = (problem.head_dim_qk, problem.head_dim_vo), problem.kv_dtype.itemsize == 1
+    of_kernel = PADDED.get(dims, dims)
     return PrefillKey(
-        *PADDED.get(dims, dims),
+        *((128, 128) if of_kernel == (96, 96) and (fp8 or "mask" in problem.options) else of_kernel),
         _loads(problem),
         problem.dtype,
-        problem.kv_dtype.itemsize == 1,
+        fp8,
         custom_mask="mask" in problem.options,
         pos_encoding=problem.pos_encoding,
         padded=dims in PADDED,
@@ -427,6 +414,8 @@ TAKEN: list[dict[str, Any]] = [
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS))},
     {"options": tuple(sorted(unsupported.CUDA_PREFILL_OPTIONS - {"mask"}))},
     {"options": ("mask",), "page_size": 1},
+    {"options": ("mask",), "head_dim_qk": 96, "head_dim_vo": 96},
+    {"op": "block_sparse_prefill", "page_size": 4, "options": ("mask",), "head_dim_qk": 160, "head_dim_vo": 160},
     *(
         {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "options": ("pos_encoding",), "pos_encoding": encoding}
         for encoding, tiles in (("ROPE_LLAMA", prefill.ROPE_TILES), ("ALIBI", prefill.ALIBI_TILES))
@@ -476,6 +465,10 @@ FP8_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 72, "head_dim_vo": 72}, "head dimensions 72 and 72 have no tile"),
     ({"page_size": 12, "layout": MemoryLayout(aligned=False)}, "rows are not aligned to 16 bytes"),
     ({"options": ("mask",), "context_ranks": 2}, "it does not implement mask on the keys of one rank"),
+    (
+        {"options": ("mask",), "head_dim_qk": 96, "head_dim_vo": 96},
+        "head dimensions 96 and 96 have no tile with mask and an FP8 cache",
+    ),
     (ROPE | OF_512, "head dimensions 512 and 512 have no tile with RoPE"),
     (ROPE | {"options": ("mask", "pos_encoding")}, "it does not implement mask with RoPE and an FP8 cache"),
     (ALIBI | OF_512, "head dimensions 512 and 512 have no tile with ALiBi"),
@@ -542,7 +535,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim_qk": 48, "head_dim_vo": 48}, "head dimensions 48 and 48 have no tile"),
     ({"head_dim_qk": 100, "head_dim_vo": 100}, "head dimensions 100 and 100 have no tile"),
     ({"head_dim_qk": 512, "head_dim_vo": 256}, "head dimensions 512 and 256 have no tile"),
-    ({"head_dim_qk": 96, "head_dim_vo": 96, "options": ("mask",)}, "head dimensions 96 and 96 have no tile with mask"),
     (ROPE | {"head_dim_qk": 96, "head_dim_vo": 96}, "head dimensions 96 and 96 have no tile with RoPE"),
     (ROPE | OF_512, "head dimensions 512 and 512 have no tile with RoPE"),
     (ALIBI | OF_512, "head dimensions 512 and 512 have no tile with ALiBi"),

@@ -125,7 +125,7 @@ def test_pages_have_any_size(call: tuple[str, dict[str, Any]], kernel: str) -> N
     [
         (_prefill(dtype=torch.float32), "not a 16-bit dtype"),
         (_prefill(head_dims=(48, 48)), "head dimensions 48 and 48"),
-        (_prefill(head_dims=(96, 96), masked=0.5), "no tile with mask"),
+        (_prefill(head_dims=(96, 96), pos_encoding="ALIBI"), "no tile with ALiBi"),
         (_prefill(pos_encoding="ALIBI", head_dims=(96, 96)), "no tile with ALiBi"),
         (_prefill(kv_scale=(1.0, 2.0)), "does not implement kv_scale"),
         (_prefill("ragged", kv_lens=(0, 0)), "keys and values have no elements"),

@@ -367,14 +367,17 @@ def test_default_rows_of_a_query_tile(heads: tuple[int, int], rows: int, tile_ro
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "tile_rows"), [((8, 2), 16, 16), ((8, 2), 17, 48), ((8, 2), 49, 96), ((7, 1), 1000, 54)]
+    ("heads", "rows", "tile_rows"),
+    [((8, 2), 16, 16), ((8, 2), 17, 32), ((8, 2), 33, 48), ((8, 2), 49, 96), ((7, 1), 1000, 54)],
 )
-def test_query_tiles_of_heads_of_64_fill_three_consumers_on_hopper(
+def test_query_tiles_of_heads_up_to_96_fill_three_consumers_on_hopper(
     heads: tuple[int, int], rows: int, tile_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: dict[str, Any] = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "max_kv_len": 5000}
     default = rows_per_tile(*heads, rows)
-    for major, dims, expected in ((9, (64, 64), tile_rows), (9, (64, 128), default), (8, (64, 64), default)):
+    three = [(9, dims, tile_rows) for dims in ((64, 64), (72, 72), (96, 96), (96, 64))]
+    two = [(9, (64, 32), default), (9, (104, 104), default), (9, (64, 128), default), (8, (64, 64), default)]
+    for major, dims, expected in (*three, *two):
         gpu = SimpleNamespace(multi_processor_count=132, major=major)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
@@ -391,7 +394,7 @@ def test_query_tiles_of_heads_of_64_fill_three_consumers_on_hopper(
         (1, 6335, {}, 64),
         (24, 24 * 264, {}, 192),
         (25, 25 * 255, {}, 64),  # 1020 packed rows of a request
-        (1, 6336, {"head_dim": 96}, 64),
+        (1, 6336, {"head_dim": 112}, 64),
         (1, 6336, {"fixed_split_size": 64}, 64),
         (1, 6336, {"num_qo_heads": 132, "num_kv_heads": 33}, 192),
         (1, 6336, {"num_qo_heads": 136, "num_kv_heads": 34}, 64),  # the workspace would be larger

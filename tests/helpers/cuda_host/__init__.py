@@ -181,7 +181,7 @@ def _with_host_headers(one: Specialization) -> tuple[dict[str, str], list[str]]:
     source, headers = sources(one)
     texts = {name: text.decode() for name, text in headers.items()} | {one.kernel.source: source.decode()}
     texts |= _own("cuda.h", "interface.h", "numbers.h", *(path.name for path in HERE.glob("*.cuh")))
-    return texts, [f"-D{name}={value}" for name, value in one.macros]
+    return texts, one.definitions
 
 
 def library_of(one: Specialization, faults: Sequence[Fault] = ()) -> Path:
