@@ -126,6 +126,8 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(4, 4096, 4096, 680, causal=False),
     _prefill(64, 512, 512, None),
     _prefill(8, 2048, 2048, None),
+    _prefill(128, 128, 128, None),
+    _prefill(64, 256, 256, None, causal=False, dims=(64, 64), heads=(16, 16)),
     _prefill(1, 4096, 4096, None, logits_soft_cap=50.0),
     _prefill(1, 8192, 8192, None, window_left=512),
     _prefill(1, 16384, 16384, None, dims=(64, 64)),
