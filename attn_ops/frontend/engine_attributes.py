@@ -44,7 +44,7 @@ def buffer(key: str) -> property:
 
 
 class EngineAttributes:
-    """What engines read of a wrapper's plan, workspace and buffers, beside its public methods."""
+    """What engines read of a wrapper's plan, workspace and buffers, in addition to its public methods."""
 
     _name: str
     _workspace: Tensor | None

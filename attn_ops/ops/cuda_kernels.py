@@ -186,7 +186,7 @@ class PrefillKey(NamedTuple):
         key = cls(*head_dims, loads, dtype, kv_dtype in FP8, custom_mask=custom_mask, pos_encoding=pos_encoding)
         if head_dims in CUDA_PREFILL_HEAD_DIMS or pos_encoding != "NONE" or dtype in FP8:
             return key
-        padded = None if key.fp8 and custom_mask else padded_prefill_head_dims(head_dims, key.fp8, custom_mask)
+        padded = padded_prefill_head_dims(head_dims, key.fp8, custom_mask)
         return key if padded is None else key._replace(head_dim_qk=padded[0], head_dim_vo=padded[1], padded=True)
 
     def variants(self) -> list[PrefillKey]:
@@ -209,9 +209,11 @@ class PrefillKey(NamedTuple):
 def padded_prefill_head_dims(head_dims: tuple[int, int], fp8: bool, custom_mask: bool) -> tuple[int, int] | None:
     """The head dims of the padded kernel for heads of ``head_dims``, of keys and of values; None without one.
 
-    ``fp8``: keys and values are FP8. A row of them is whole vectors.
+    ``fp8``: keys and values are FP8. A row of them is whole vectors, and no padded kernel has FP8 and a custom mask.
     """
     itemsize = 1 if fp8 else 2
+    if fp8 and custom_mask:
+        return None
     if max(head_dims) <= CUDA_PREFILL_PADDED_FROM or any(dim * itemsize % CUDA_VECTOR for dim in head_dims):
         return None
     plain = () if fp8 or custom_mask else (CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,)

@@ -16,6 +16,7 @@ from attn_ops.gpu import HOPPER, hopper_sms, is_hopper, properties
 from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
     CUDA_PREFILL_PADDED_FROM,
+    CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,
     cuda_decode_kv_heads,
 )
 from attn_ops.ops.options import MLA_HEAD_DIMS
@@ -52,9 +53,9 @@ LARGE_BATCH_PACKED_ROWS = 768
 CTA_PACKED_ROWS = 128
 """Packed rows that a CTA of a prefill kernel holds."""
 
-THREE_CONSUMERS_HEAD_DIMS, THREE_CONSUMERS_PADDED_HEAD_DIM = (64, 64), 96
-"""Head dims of keys and values of the CUDA prefill kernel that always has three consumers in 16 bits, and the largest
-head dim of the padded kernel that does."""
+THREE_CONSUMERS_HEAD_DIMS = (64, 64)
+"""Head dims of keys and values of the CUDA prefill kernel that always has three consumers in 16 bits. That of
+``CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS`` has them too."""
 
 THREE_CONSUMERS_CTA_PACKED_ROWS = 192
 """Packed rows that a CTA of three consumers holds."""
@@ -164,7 +165,7 @@ def fills_three_consumers(packed_rows: int) -> bool:
 
 def takes_three_consumers(head_dims: tuple[int, int]) -> bool:
     """Whether the CUDA prefill kernel for these head dims, of keys and of values, always has three consumers."""
-    padded = CUDA_PREFILL_PADDED_FROM < max(head_dims) <= THREE_CONSUMERS_PADDED_HEAD_DIM
+    padded = CUDA_PREFILL_PADDED_FROM < max(head_dims) <= max(CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS)
     return padded or head_dims == THREE_CONSUMERS_HEAD_DIMS
 
 

@@ -19,8 +19,8 @@
 //     ALIBI         logits get the bias of ALiBi
 //     SHARED_ROWS   only with heads of 512: work items have at most 64 packed rows, and both consumers have all of them
 //     PADDED        heads have fewer columns, head_dim_qk and head_dim_vo: the other columns are zeros in shared memory
-// ROPE, ALIBI and Q_FP8 exclude one another, and KV_FP8 excludes Q_FP8. PADDED goes with KV_CP_ASYNC and
-// with CUSTOM_MASK or KV_FP8 alone.
+// ROPE, ALIBI and Q_FP8 exclude one another, and KV_FP8 excludes Q_FP8. PADDED excludes ROPE,
+// ALIBI, Q_FP8, FEW_ROWS and SHARED_ROWS, and with CUSTOM_MASK also KV_FP8.
 // Head counts, strides, page size, windows, soft cap, sinks, scales and the type of the output are parameters.
 //
 // Packed row p of a work item is query row p / group of the item and head p % group of a KV head's group (PackGQA). A

@@ -154,7 +154,7 @@ FP8_PREFILL = [
     (kind, replace(case, **(FP8_E5M2 if i % 3 == 2 else FP8_KV)))
     for i, (kind, case) in enumerate(PREFILL)
     if case.head_dims in prefill.KV_FP8_TILES
-    or (case.masked is None and padded_prefill_head_dims(case.head_dims, fp8=True, custom_mask=False))
+    or padded_prefill_head_dims(case.head_dims, fp8=True, custom_mask=case.masked is not None)
 ]
 """The same cases with FP8 keys and values, but no masks with padded heads."""
 
