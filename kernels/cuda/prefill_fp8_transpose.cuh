@@ -59,7 +59,7 @@ DEVICE void produce_queries_and_transpose(const Problem& p, const Queries& q, Sh
   const uint32 values = shared_address(shared.values[0]), transposed = shared_address(shared.transposed[0]);
   const uint32 v_full = shared_address(shared.v_full), v_empty = shared_address(shared.v_empty);
   const uint32 t_full = shared_address(shared.t_full), t_empty = shared_address(shared.t_empty);
-  Schedule schedule;
+  Schedule schedule(p);
   uint32 n = 0, tile = 0;  // the next unit and KV tile
   int first = 0, end = 0;  // tokens of the current unit that are not transposed yet
   for (;;) {

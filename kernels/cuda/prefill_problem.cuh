@@ -3,6 +3,7 @@
 #pragma once
 
 #include "clocks.cuh"
+#include "division.cuh"
 #include "schedule.cuh"
 
 #ifndef KV_FP8
@@ -287,35 +288,53 @@ struct ItemCounts {
   }
 };
 
+// Whether the scheduler keeps what it computes from the plan and the sizes alone. Otherwise it computes that again for
+// each unit: in these images other work of the same threads has the registers.
+constexpr bool kKeepsCounts = !(CUSTOM_MASK || FEW_ROWS || (KV_CP_ASYNC && PADDED));
+
 // The units of this CTA in order. The scheduler has it.
 //
 // With a plan, CTA c begins with unit c, and takes the next units from a counter. Together the CTAs increment the
 // counter as often as there are units, so that the last increment sets it back to 0. The units of an item follow one
 // another, KV head by KV head, so that units which read the same keys are neighbours.
 struct Schedule : Walk<PAGED> {
+  const ItemCounts kept;
+  const FastDivide by_blocks, by_heads, by_group;
+
+  DEVICE explicit Schedule(const Problem& p)
+      : kept(p), by_blocks(p.blocks()), by_heads(p.num_kv_heads), by_group(p.group) {}
+
+  DEVICE ItemCounts counts(const Problem& p) const { return kKeepsCounts ? kept : ItemCounts(p); }
+
+  DEVICE static uint32 quotient(uint32 n, const FastDivide& by) {
+    return kKeepsCounts ? by.quotient(n) : n / by.divisor;
+  }
+
   DEVICE bool next(const Problem& p, Unit& unit) {
     const int64 of_item = int64(p.num_kv_heads) * p.blocks() * UNIT_PARTS;
-    const int units = static_cast<int>(min(ItemCounts(p).all * of_item, int64(0x7FFFFFFF)));
+    const int units = static_cast<int>(min(counts(p).all * of_item, int64(0x7FFFFFFF)));
     for (;;) {
       const int64 u = p.queue && wave ? int64(gridDim.x) + atomic_increment(p.queue + kNextUnit, units - 1)
                                       : unit_of_wave(wave, blockIdx.x, gridDim.x);
       if (u >= units) return false;
       ++wave;
-      if (find(p, int(u), unit)) return true;
+      if (find(p, uint32(u), unit)) return true;
     }
   }
 
   // Unit number u. False if the unit has no rows.
-  DEVICE bool find(const Problem& p, int u, Unit& unit) const {
-    const ItemCounts items(p);  // computed again, so that it takes no registers during the wait for the counter
-    const int blocks = p.blocks(), of_rows = u / UNIT_PARTS, of_heads = of_rows / blocks;
-    const int first_packed_row = of_rows % blocks * p.block_rows(), first = first_packed_row / p.group;
-    unit.kv_head = of_heads % p.num_kv_heads, unit.first_packed_row = first_packed_row, unit.first_row = first;
+  DEVICE bool find(const Problem& p, uint32 u, Unit& unit) const {
+    const ItemCounts items = counts(p);
+    const uint32 of_rows = u / UNIT_PARTS, of_heads = quotient(of_rows, by_blocks);
+    const uint32 item = quotient(of_heads, by_heads);
+    const int first_packed_row = (of_rows - of_heads * by_blocks.divisor) * p.block_rows();
+    const int first = quotient(first_packed_row, by_group);
+    unit.kv_head = of_heads - item * by_heads.divisor, unit.first_packed_row = first_packed_row, unit.first_row = first;
 #if UNIT_PARTS > 1
     unit.first_column = u % UNIT_PARTS * kDimVo;
 #endif
-    if (!locate(p, items, of_heads / p.num_kv_heads, unit)) return false;
-    const int last = min((first_packed_row + p.block_rows() - 1) / p.group, unit.count - 1);
+    if (!locate(p, items, item, unit)) return false;
+    const int last = min(int(quotient(first_packed_row + p.block_rows() - 1, by_group)), unit.count - 1);
     if (first > last) return false;
     const int last_end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
     const int from = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));

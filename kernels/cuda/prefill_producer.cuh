@@ -371,7 +371,7 @@ DEVICE void produce_queries(const Problem& p, const Queries& q, Shared& shared) 
   const bool loads = thread < q.threads(), converts = q.converts && thread >= 32;
   const bool schedules = thread < kSchedulerThreads;
   if (!loads && !converts && !(kCustomMask && schedules)) return;
-  Schedule schedule;
+  Schedule schedule(p);
   for (uint32 n = 0;; ++n) {
     if (schedules) pass_unit(p, schedule, n, shared);
     bool more = true;

@@ -21,7 +21,7 @@ DEVICE void produce_tokens(const Problem& p, const TokenSource& source, int64 st
   const Tiles tiles(shared);
   const FastDivide by_page(p.page_size);
   const int query_thread = threadIdx.x % kQueryThreads;
-  Schedule schedule;
+  Schedule schedule(p);
   uint32 stage = 0;
   for (uint32 n = 0;; ++n) {
     if (!VALUES && kTensorProducers > 1 && part && query_thread < kSchedulerThreads)

@@ -32,7 +32,7 @@ MAIN = (
     *field = *at++;
   p.unit_rows = equal_unit_rows(p.tile_rows * p.group);
   gridDim.x = *at++;
-  std::vector<Schedule> running(gridDim.x);
+  std::vector<Schedule> running(gridDim.x, Schedule(p));
   std::vector<bool> ended(gridDim.x);
   for (bool any = true; any;) {
     any = false;
