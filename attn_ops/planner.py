@@ -35,6 +35,8 @@ from attn_ops.plan.sizing import (
     ctas_per_head,
     default_tile_rows,
     is_large_batch,
+    is_short_kv,
+    is_tile_of_large_batch,
     max_splits_for,
     most_tiles,
     splits_per_head,
@@ -227,6 +229,12 @@ class PrefillPlanner(PlannerBase):
             planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
         context: as for :class:`DecodePlanner`; not with ragged KV.
+        short_kv: plan for requests with few keys: no request is split, and ``cuda.prefill`` runs 16-bit calls without a
+            mask or positional encoding in another kernel, for heads of 64 and 128. Default on Hopper, unless
+            ``num_ctas`` or ``fixed_split_size`` is given: up to a ``max_kv_len`` of 512 with heads of 64 and of 256
+            with heads of 128; up to 1,024 with ``causal`` if ``max_tokens * num_qo_heads`` is at least 128 for each SM,
+            or 192 with heads of 64, and at most four times as many. Not for large batches of heads of 128. Other calls,
+            as over an FP8 cache, are run as with False, but no request is split.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """
@@ -257,6 +265,7 @@ class PrefillPlanner(PlannerBase):
         window_right: int = -1,
         context: ContextShard | None = None,
         head_shards: int = 1,
+        short_kv: bool | None = None,
     ) -> None:
         if max_pages == 0:
             _check_ragged(page_size, max_kv_len, context)
@@ -286,6 +295,9 @@ class PrefillPlanner(PlannerBase):
             context=context,
         )
         of_rank = rank_problem(self.problem, head_shards)
+        if short_kv is None:
+            short_kv = num_ctas is None and fixed_split_size is None and self._is_short_kv(of_rank, max_tokens)
+        self.problem, of_rank = (p._replace(short_kv=int(short_kv)) for p in (self.problem, of_rank))
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         prepare(self.device)
         if num_ctas is None:
@@ -300,6 +312,10 @@ class PrefillPlanner(PlannerBase):
                 self.problem, max_batch, max_tokens, max_pages, self.device, max_splits, storage=fields
             )
             self._own(plan, storage.get(WORKSPACE), of_rank)
+
+    def _is_short_kv(self, p: PlanProblem, max_tokens: int) -> bool:
+        sizes = p.num_qo_heads, p.head_dims, max_tokens, p.max_kv_len, p.ahead == 1
+        return not is_tile_of_large_batch(p) and is_short_kv(*sizes, self.device)
 
     def _default_splits(self, of_rank: PlanProblem, max_batch: int, longest: int) -> int:
         """Splits for load balance on the device, or the most of a fixed size in requests of ``longest`` tokens."""

@@ -41,6 +41,7 @@ ROLES = {
     "mla, one consumer": {**MLA_PRODUCERS, "consumer 0": CONSUMERS["consumer 0"]},
     "mla, one consumer KV_FP8": {**MLA_PRODUCERS, "converter": (4, 5, 6, 7), "consumer 0": CONSUMERS["consumer 1"]},
     "prefill": {**PREFILL_PRODUCERS, **CONSUMERS},
+    "prefill, one consumer": {**PREFILL_PRODUCERS, "consumer 0": CONSUMERS["consumer 0"]},
     "prefill, three consumers": {**PREFILL_PRODUCERS, **CONSUMERS, **CONSUMER_2},
     "prefill KV_FP8": {**PREFILL_PRODUCERS, **CONVERTERS, **CONSUMERS_AFTER_CONVERTERS},
     "prefill KV_FP8, few rows": {**PREFILL_PRODUCERS, **MANY_CONVERTERS, **CONSUMERS_AFTER_MANY_CONVERTERS},
@@ -180,7 +181,7 @@ def roles(one: Specialization) -> str:
         return "prefill KV_FP8, few rows" if one.threads == MANY_CONVERTERS_THREADS else "prefill KV_FP8"
     if macros.get("ROPE"):
         return "prefill RoPE"
-    return "prefill, three consumers" if macros["CONSUMERS"] == 3 else "prefill"
+    return {1: "prefill, one consumer", 2: "prefill", 3: "prefill, three consumers"}[macros["CONSUMERS"]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

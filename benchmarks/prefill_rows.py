@@ -156,6 +156,13 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
     _prefill(16, 1024, 1024, None, causal=False, dims=(72, 72), heads=(16, 16)),
     _prefill(4, 4096, 4096, None, causal=False, dims=(80, 80), heads=(16, 16)),
     _prefill(1, 8192, 8192, None, dims=(256, 256), heads=(16, 4), pos_encoding="ALIBI"),
+    _prefill(32, 200, 200, None),
+    _prefill(128, 64, 64, None),
+    _prefill(1, 1000, 1000, None, heads=(40, 8)),
+    _prefill(32, 256, 256, None, causal=False, dims=(64, 64), heads=(12, 12)),
+    _prefill(8, 448, 448, None, dims=(64, 64), heads=(20, 20)),
+    _prefill(64, 77, 77, None, dims=(64, 64), heads=(12, 12)),
+    _prefill(256, 64, 64, None, dims=(64, 64), heads=(16, 16)),
 )
 
 

@@ -209,6 +209,7 @@ class Wrapper(EngineAttributes):
             exact = self._graph is None  # engines capture several batch sizes with one mask
             mask = masks.packed_mask(where, custom_mask, packed_custom_mask, *lengths, self.device, exact)
             batch = batch._replace(spec=batch.spec._replace(causal=False))
+        batch = batch._replace(spec=batch.spec._replace(plain=batch.is_plain(mask is not None)))
         batch, size, fixed = self._size(batch)
         if self._graph is not None and fixed is not None:
             self._graph.check(where, size, fixed, mask)

@@ -60,6 +60,7 @@ def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int 
         causal=spec.causal,
         window_right=spec.window_right,
         fixed_split_size=spec.fixed_split_size,
+        short_kv=int(spec.short_kv),
     )
 
 
@@ -168,7 +169,7 @@ class BlockTables(NamedTuple):
         page_size, device = self.spec.page_size, self.block_tables.device
         kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
         table = call_op("page_table", self.block_tables, kv_lens, page_size)
-        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, None))
+        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, width * page_size))
         problem = problem_of(spec, device, width * page_size, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
@@ -195,6 +196,7 @@ class RaggedLengths(NamedTuple):
     """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
 
     ``rows`` and ``keys`` are sizes of the query and of the keys. ``max_kv_len``: most keys of one request, if known.
+    ``expected``: most keys of one request as the caller says, on which no result may depend.
     """
 
     spec: PlanSpec
@@ -203,6 +205,7 @@ class RaggedLengths(NamedTuple):
     rows: int
     keys: int
     max_kv_len: int | None = None
+    expected: int | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -215,7 +218,8 @@ class RaggedLengths(NamedTuple):
         batch = max(1, self.qo_indptr.shape[0] - 1)
         longest = self.keys if self.max_kv_len is None else self.max_kv_len
         device = self.qo_indptr.device
-        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, None))
+        expected = longest if self.expected is None else self.expected
+        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, expected))
         problem = problem_of(spec, device, longest, -(-self.rows // batch))
         table = self.kv_indptr, self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
         return _prefill_plan(problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(device, problem))

@@ -60,6 +60,8 @@ def block_table_call(
     page_size, num_kv_heads = paged_sizes(where, k_cache, kv_layout)
     heads, head_dims, dtypes = (q.shape[1], num_kv_heads), (q.shape[2], v_cache.shape[-1]), (q.dtype, v_cache.dtype)
     spec = paged_spec(page_size, heads, head_dims, dtypes, options, decode=qo_indptr is None)
+    if tree_mask is not None:
+        spec = spec._replace(plain=False)
     pages = f", in pages of {page_size}" + (f" by {names.layout} {kv_layout!r}" if names.layout else "")
     seq_lens = row_lengths(where, names, block_tables, seq_lens, page_size, q.device, pages)
     check_groups(where, q.shape[1], num_kv_heads, "repeat or regroup the heads, or name the other kv_layout")

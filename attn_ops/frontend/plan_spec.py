@@ -11,7 +11,7 @@ from attn_ops.argument_checks import integers
 from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import computed_dtype, positive, renamed, required
 from attn_ops.ops.options import FP8, AttentionOptions
-from attn_ops.ops.unsupported import needs_general_decode
+from attn_ops.ops.unsupported import is_plain_prefill, needs_general_decode
 from attn_ops.plan.resizable import PlanSpec
 
 
@@ -63,7 +63,8 @@ def paged_spec(
         options: those of the calls, of which windows, ``causal`` and the positional encoding count.
     """
     q_dtype, kv_dtype = dtypes
-    general = needs_general_decode(computed_dtype(q_dtype, kv_dtype), kv_dtype, options.pos_encoding, head_dims[1])
+    dtype, encoding = computed_dtype(q_dtype, kv_dtype), options.pos_encoding
+    general = needs_general_decode(dtype, kv_dtype, encoding, head_dims[1])
     return PlanSpec(
         decode=decode,
         paged=True,
@@ -75,6 +76,7 @@ def paged_spec(
         window_left=options.window_left,
         causal=options.causal and not decode,
         window_right=-1 if decode else options.window_right,
+        plain=is_plain_prefill(dtype, kv_dtype, encoding, options.mask is not None),
         general_decode=decode and general,
         fp8_decode=decode and kv_dtype in FP8,
     )
@@ -93,6 +95,7 @@ def ragged_spec(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> P
         window_left=options.window_left,
         causal=options.causal,
         window_right=options.window_right,
+        plain=is_plain_prefill(q.dtype, k.dtype, options.pos_encoding, options.mask is not None),
     )
 
 

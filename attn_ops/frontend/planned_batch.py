@@ -13,10 +13,11 @@ from attn_ops.argument_checks import flags
 from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail
-from attn_ops.frontend.arguments import DTypes, positive
+from attn_ops.frontend.arguments import DTypes, computed_dtype, positive
 from attn_ops.frontend.call_plans import with_rows, with_workspace, without_window
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
+from attn_ops.ops.unsupported import is_plain_prefill
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
@@ -52,6 +53,11 @@ class Batch(NamedTuple):
         positive(where, **{size: getattr(spec, size) for size in sizes})
         check_groups(where, spec.num_qo_heads, spec.num_kv_heads)
         flags(where, causal=self.options.causal)  # with a mask no other check reads it
+
+    def is_plain(self, masked: bool) -> bool:
+        """:attr:`PlanSpec.plain`; with dtypes that follow the tensors of run(), as if they were of 16 bits."""
+        q, kv = (torch.float16, torch.float16) if self.dtypes is None else (self.dtypes.q, self.dtypes.kv)
+        return is_plain_prefill(computed_dtype(q, kv), kv, self.options.pos_encoding, masked)
 
 
 @dataclass

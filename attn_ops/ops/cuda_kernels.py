@@ -51,6 +51,9 @@ CUDA_PREFILL_FP8_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS = frozenset({(128, 128)})
 """Head dims that have another 16-bit kernel, with three consumers, for the query tiles of large batches."""
 
+CUDA_PREFILL_SHORT_KV = {(64, 64): 512, (128, 128): 256}
+"""Head dims that have another 16-bit kernel for short KV, and the most keys of a request for which it always is."""
+
 CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS = frozenset({(512, 512)})
 """Head dims that have another kernel for query tiles of one consumer's rows, which its consumers share."""
 
@@ -155,8 +158,8 @@ class PrefillKey(NamedTuple):
     loads         how the kernel loads keys and values: a result of :func:`kv_loads`
     dtype         the query's dtype; float16 of few rows over FP8 pages (CUDA_PREFILL_FEW_ROWS_HEAD_DIMS)
     fp8           whether keys and values are FP8
-    rows          packed rows of a query tile: ``"few"``, at most the rows of one consumer; ``"many"``, which fill three
-                  consumers; ``"any"`` for all other numbers of rows
+    special       the plans of a special kernel: ``"few rows"``, query tiles of at most the packed rows of one consumer;
+                  ``"large batch"``, query tiles that fill three consumers; ``"short KV"``, few keys in each request
     custom_mask   whether a packed custom mask says which keys a row sees
     pos_encoding  the positional encoding inside attention, of 16-bit queries
     padded        whether the heads of a call have fewer columns than ``head_dim_qk`` and ``head_dim_vo``
@@ -167,7 +170,7 @@ class PrefillKey(NamedTuple):
     loads: str
     dtype: torch.dtype
     fp8: bool
-    rows: str = "any"
+    special: str = ""
     custom_mask: bool = False
     pos_encoding: str = "NONE"
     padded: bool = False
@@ -182,7 +185,7 @@ class PrefillKey(NamedTuple):
         custom_mask: bool,
         pos_encoding: str,
     ) -> PrefillKey:
-        """The key of a call for any rows; of a padded kernel, if no other has the head dims and one may take them."""
+        """The key of a call with any plan; of a padded kernel, if no other has the head dims and one may take them."""
         key = cls(*head_dims, loads, dtype, kv_dtype in FP8, custom_mask=custom_mask, pos_encoding=pos_encoding)
         if head_dims in CUDA_PREFILL_HEAD_DIMS or pos_encoding != "NONE" or dtype in FP8:
             return key
@@ -190,7 +193,7 @@ class PrefillKey(NamedTuple):
         return key if padded is None else key._replace(head_dim_qk=padded[0], head_dim_vo=padded[1], padded=True)
 
     def variants(self) -> list[PrefillKey]:
-        """This key, for any rows, and the keys of special kernels for few or many rows."""
+        """This key, for any plan, and the keys of special kernels."""
         dims = self.head_dim_qk, self.head_dim_vo
         if self.padded:
             return [self]
@@ -198,11 +201,12 @@ class PrefillKey(NamedTuple):
         converted = self.fp8 and self.dtype not in FP8
         keys = [self]
         if plain and converted and self.loads != "ragged" and dims in CUDA_PREFILL_FEW_ROWS_HEAD_DIMS:
-            keys.append(self._replace(rows="few", dtype=torch.float16))
+            keys.append(self._replace(special="few rows", dtype=torch.float16))
         if dims in CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS:
-            keys.append(self._replace(rows="few"))
-        if plain and not (self.fp8 or self.custom_mask) and dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
-            keys.append(self._replace(rows="many"))
+            keys.append(self._replace(special="few rows"))
+        if plain and not (self.fp8 or self.custom_mask):
+            of = {"large batch": CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS, "short KV": CUDA_PREFILL_SHORT_KV}
+            keys.extend(self._replace(special=special) for special, taken in of.items() if dims in taken)
         return keys
 
 

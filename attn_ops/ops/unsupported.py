@@ -282,6 +282,11 @@ def needs_general_decode(dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding
     return dtype == torch.float32 or pos_encoding not in encodings
 
 
+def is_plain_prefill(dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str, masked: bool) -> bool:
+    """Whether a call of prefill is of 16 bits, with neither a custom mask nor a positional encoding."""
+    return dtype == kv_dtype and dtype in (torch.float16, torch.bfloat16) and pos_encoding == "NONE" and not masked
+
+
 def cuda_decode(p: Problem) -> list[str]:
     """A cache of the query's dtype, or an FP8 cache."""
     group, dims = p.num_qo_heads // p.num_kv_heads, (p.head_dim_qk, p.head_dim_vo)

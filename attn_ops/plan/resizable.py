@@ -16,6 +16,7 @@ from attn_ops.plan.sizing import (
     default_tile_rows,
     general_ctas_per_head,
     is_large_batch,
+    is_short_kv,
     power_of_two_from,
 )
 from attn_ops.planner import DecodePlanner, PrefillPlanner
@@ -37,7 +38,10 @@ class PlanSpec(NamedTuple):
     unsplit           whether no request is split
     fixed_split_size  pages of a split, the same in every batch; None if splits are made for load balance
     rows              query rows of every request, if all have the same number
+    plain             whether calls are of 16 bits, without a custom mask or positional encoding: others have no kernel
+                      for short KV
     large_batch       whether query tiles are for a batch of :func:`is_large_batch`
+    short_kv          whether plans are for a batch of :func:`is_short_kv`
     general_decode    whether no CUDA decode kernel takes the calls, as with ALiBi
     fp8_decode        whether the cache of decode is FP8
     """
@@ -55,7 +59,9 @@ class PlanSpec(NamedTuple):
     unsplit: bool = False
     fixed_split_size: int | None = None
     rows: int | None = None
+    plain: bool = True
     large_batch: bool = False
+    short_kv: bool = False
     general_decode: bool = False
     fp8_decode: bool = False
 
@@ -76,12 +82,17 @@ class PlanSpec(NamedTuple):
         return default_tile_rows(*of, self.rows, unsplit=True)
 
     def of_batch(self, device: torch.device, size: BatchSize) -> PlanSpec:
-        """The spec for a batch of this size, with ``large_batch``. The capacity of its plan has no effect."""
+        """The spec for a batch of this size, with ``large_batch`` and ``short_kv``.
+
+        The capacity of its plan has no effect.
+        """
         if self.decode or not self.depends_on_batch:
             return self
         heads = self.num_qo_heads, self.num_kv_heads
         large = is_large_batch(*heads, self.head_dims, size.batch, size.rows, device)
-        return self._replace(large_batch=large)
+        may_be_short = self.plain and not large and size.kv_len is not None
+        sizes = self.num_qo_heads, self.head_dims, size.rows, size.kv_len or 0, self.causal
+        return self._replace(large_batch=large, short_kv=may_be_short and is_short_kv(*sizes, device))
 
 
 class SizedPlanner(NamedTuple):
@@ -180,6 +191,7 @@ class ResizablePlan:
             tile_rows=spec.tile_rows(self.device, -(-capacity.rows // capacity.batch)),
             num_ctas=0 if spec.unsplit else capacity.splits if spec.fixed_split_size else None,
             fixed_split_size=spec.fixed_split_size,
+            short_kv=spec.short_kv,
             **shared,
         )
 

@@ -17,6 +17,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS,
     CUDA_PREFILL_PADDED_FROM,
     CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,
+    CUDA_PREFILL_SHORT_KV,
     cuda_decode_kv_heads,
 )
 from attn_ops.ops.options import MLA_HEAD_DIMS
@@ -65,6 +66,10 @@ LARGE_BATCH_WAVES, LARGE_BATCH_REQUEST_ROWS = 8, 1024
 
 With fewer units more SMs are idle in the last wave. A unit of few rows, as of decode, takes as long as a full one.
 """
+
+FEW_WAVES, FEW_WAVES_KV_LEN = 4, 1024
+"""Units for each SM, and keys of a request, up to which causal batches that fill the device are for the kernel of short
+KV, whose smaller units divide the work of the last wave better."""
 
 LARGE_HEAD_DIM = 256
 """Head dim above which a CTA of a prefill kernel holds only ``MIN_PACKED_ROWS``."""
@@ -153,6 +158,25 @@ def is_large_batch(
     )
 
 
+def is_short_kv(
+    num_qo_heads: int, head_dims: tuple[int, int], rows: int, max_kv_len: int, causal: bool, device: torch.device
+) -> bool:
+    """Whether plans for ``rows`` query rows in all, with ``max_kv_len`` keys at most, are for the kernel of short KV.
+
+    Not for a batch of :func:`is_large_batch`. Such plans split no request. False if symbolic sizes do not decide.
+    """
+    most = next((keys for dims, keys in CUDA_PREFILL_SHORT_KV.items() if head_dims == dims), 0)  # symbols have no hash
+    sms = hopper_sms(device)
+    if most == 0 or sms == 0:
+        return False
+    if statically_known_true(max_kv_len <= most):
+        return True
+    unit_rows = THREE_CONSUMERS_CTA_PACKED_ROWS if takes_three_consumers(head_dims) else CTA_PACKED_ROWS
+    units = rows * num_qo_heads // unit_rows
+    few = statically_known_true(units >= sms) and statically_known_true(units <= FEW_WAVES * sms)
+    return causal and few and statically_known_true(max_kv_len <= FEW_WAVES_KV_LEN)
+
+
 def unsplit_packed_rows(head_dim_qk: int, head_dim_vo: int, device: torch.device) -> tuple[int, ...]:
     """:func:`packed_rows_of_tiles` from :data:`MIN_PACKED_ROWS` on, for plans without splits and for block rows."""
     return tuple(size for size in packed_rows_of_tiles(head_dim_qk, head_dim_vo, device) if size >= MIN_PACKED_ROWS)
@@ -171,9 +195,13 @@ def takes_three_consumers(head_dims: tuple[int, int]) -> bool:
 
 def has_three_consumers(problem: PlanProblem) -> bool:
     """Whether the CUDA prefill kernel has three consumers in 16 bits."""
-    if problem.head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
-        return fills_three_consumers(packed_rows_of_tile(problem))
-    return takes_three_consumers(problem.head_dims)
+    return is_tile_of_large_batch(problem) or takes_three_consumers(problem.head_dims)
+
+
+def is_tile_of_large_batch(problem: PlanProblem) -> bool:
+    """Whether the CUDA prefill kernel of large batches takes the query tiles."""
+    packed_rows = packed_rows_of_tile(problem)
+    return problem.head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and fills_three_consumers(packed_rows)
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:
@@ -256,11 +284,12 @@ def planned_cluster_splits(plan: PrefillPlan) -> int:
 def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | None = None) -> int:
     """Default ``max_splits`` of a prefill plan: two for each query tile that the device computes at a time.
 
-    It is 0 on the CPU, and three for two tiles where a slot is larger: the workspace then has at most 28 MB on a GPU of
-    132 SMs, in FlashInfer's usual buffers of 32 MB and more. With the number of ``tiles`` of a full batch, two CTAs may
-    divide the KV of a tile (:func:`cluster_splits`): half as many tiles are then computed at a time.
+    It is 0 on the CPU and for short KV, and three for two tiles where a slot is larger: the workspace then has at most
+    28 MB on a GPU of 132 SMs, in FlashInfer's usual buffers of 32 MB and more. With the number of ``tiles`` of a full
+    batch, two CTAs may divide the KV of a tile (:func:`cluster_splits`): half as many tiles are then computed at a
+    time.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or problem.short_kv:
         return 0
     gpu = properties(device)
     hopper = gpu.major == HOPPER  # its prefill kernel has one CTA per SM, also for few packed rows

@@ -100,6 +100,8 @@ class PlanProblem(NamedTuple):
     matrix_keys   keys of the block-sparse matrix that a sparse planner was made for, keys of all heads if KV heads are
                   requests; 0 for other plans
     placed        1 if a sparse planner gives rows the positions of a causal matrix; else 0
+    short_kv      1 if the requests have few keys, for which there is another CUDA prefill kernel; else 0. No request is
+                  split then
     """
 
     page_size: int
@@ -117,6 +119,7 @@ class PlanProblem(NamedTuple):
     interleave: int = 0
     matrix_keys: int = 0
     placed: int = 0
+    short_kv: int = 0
 
     @property
     def head_dims(self) -> tuple[int, int]:

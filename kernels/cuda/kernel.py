@@ -117,10 +117,10 @@ def _sorted(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((name, int(value)) for name, value in macros.items()))
 
 
-def persistent_grid(items: Any, device: torch.device) -> Any:
-    """CTAs of a persistent kernel for ``items`` work items: one per SM, or one per item if there are fewer items.
+def persistent_grid(items: Any, device: torch.device, ctas_per_sm: int = 1) -> Any:
+    """CTAs of a persistent kernel for ``items`` work items: ``ctas_per_sm``, or one per item if there are fewer items.
 
     In a package ``items`` is symbolic, and the package may run on a GPU with another number of SMs: the kernel must
     take any grid.
     """
-    return torch.sym_min(items, num_sms(device))
+    return torch.sym_min(items, ctas_per_sm * num_sms(device))

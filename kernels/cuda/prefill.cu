@@ -1,11 +1,12 @@
 // Prefill on Hopper: persistent and warp-specialised. A CTA has a producer warpgroup, kConsumers consumer warpgroups
-// and, with FP8 keys and values or with RoPE, one or two converter warpgroups.
+// and, with FP8 keys and values or with RoPE, one or two converter warpgroups. With one consumer, for short KV,
+// kCtasPerSm CTAs run on an SM: a unit of few KV tiles is a chain of latencies, which units of other CTAs overlap.
 //
 // Macros of all specializations:
 //     HEAD_DIM_QK, HEAD_DIM_VO  head dims of queries and keys, and of values and outputs
 //     PAGED         1 for paged keys and values, 0 for ragged ones
 //     DTYPE         type of the operands of both products: 1 float16, 2 bfloat16
-//     CONSUMERS     consumer warpgroups, 2 or 3
+//     CONSUMERS     consumer warpgroups, 1 to 3
 //     TILE, KEY_STAGES and others  the sizes of a row of the tables of tiles in prefill.py, which describes them
 // Macros of some specializations, 1 where they are defined:
 //     KV_CP_ASYNC   paged keys and values are copied token by token, by cp.async, from pages of any size
@@ -38,7 +39,8 @@
 //                   cp.async. The first thread of warp 2 is the scheduler, which passes the units of the CTA to the
 //                   producers. With FP8 products, warps 2 and 3 also transpose values. With KV_CP_ASYNC they are also a
 //                   second producer K and a second producer V, unless they transpose or a loaded tile has 32 tokens
-// warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers
+// warpgroups 1, 2   consumers 0 and 1: attention. The accumulator, the logits and the probabilities are in registers.
+//                   With one consumer there is no warpgroup 2
 // warpgroup 3       consumer 2, if there are three: without converters, FP8 and custom masks, with heads of 64 and 96,
 //                   and in large batches with heads of 128. KV tiles are shorter then with heads of 96 and 128. It has
 //                   no rows, and exits, if units have at most 128 packed rows
@@ -228,9 +230,9 @@ DEVICE void init_barriers(Shared& shared, const Problem& p, const Queries& queri
 
 }  // namespace
 
-// Grid: any number n of CTAs; the host launches one for each SM, or for each unit if there are fewer. CTA c runs unit
-//     c, then the units that it takes from the counter in `queue`. Without a plan CTA c runs units c, 2n - 1 - c,
-//     2n + c, 4n - 1 - c and so on.
+// Grid: any number n of CTAs; the host launches kCtasPerSm for each SM, or one for each unit if there are fewer. CTA c
+//     runs unit c, then the units that it takes from the counter in `queue`. Without a plan CTA c runs units c,
+//     2n - 1 - c, 2n + c, 4n - 1 - c and so on.
 // Owns: the rows of its units in `out` and `lse`, or their partial results in `partial`.
 // Loop invariant of a consumer, before it takes KV tile j: P holds the probabilities of its last tile; row_max and
 //     row_sum include that tile; O includes the tiles before that tile, and is relative to row_max (with FP8 products,
@@ -257,7 +259,7 @@ DEVICE void init_barriers(Shared& shared, const Problem& p, const Queries& queri
 //     Named barriers: in step 8 one for each consumer, of its threads and the threads of the consumer before it; in
 //     step 12 one of the threads of both consumers, around the exchange of states.
 // Bound by: tensor cores for long chunks; exponentials at heads of 64; reading KV for few query rows on long KV.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM_QK]
     const __grid_constant__ TensorMap q_map,  // [HEAD_DIM_QK / kColumns, rows, num_kv_heads * group, kColumns]
 #if KV_CP_ASYNC
@@ -401,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(
     constexpr const float* kv_scale = nullptr;
 #endif
     const int consumer = (warp - kFirstConsumerWarp) / kConsumerWarps;
-    if (kConsumers == 2 || consumer < p.consumers())
+    if (kConsumers != 3 || consumer < p.consumers())
       Consumer(consumer, p, {scale, cap, converts_queries, {sinks, out, lse, partial, out_type, kv_scale}}, shared)
           .run();
   }

@@ -33,11 +33,18 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,
     CUDA_PREFILL_ROPE_HEAD_DIMS,
     CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS,
+    CUDA_PREFILL_SHORT_KV,
     PrefillKey,
     kv_loads,
 )
 from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
-from attn_ops.plan.sizing import THREE_CONSUMERS_CTA_PACKED_ROWS, fills_three_consumers, takes_three_consumers
+from attn_ops.plan.sizing import (
+    THREE_CONSUMERS_CTA_PACKED_ROWS,
+    fills_three_consumers,
+    is_large_batch,
+    is_short_kv,
+    takes_three_consumers,
+)
 from attn_ops.plan.state import PlanProblem, PrefillPlan
 
 PACKED_ROWS = 64
@@ -126,6 +133,7 @@ class Tile(NamedTuple):
     query_tiles        ``QUERY_TILES``: blocks of 64 packed rows of a query buffer. None: one for each consumer
     key_parts          ``KEY_PARTS``: parts of the columns of keys, each in a stage of its own
     unit_parts         ``UNIT_PARTS``: parts of the columns of values, each in a unit of its own
+    ctas_per_sm        ``CTAS_PER_SM``: CTAs that run on an SM
     """
 
     tokens: int
@@ -140,6 +148,7 @@ class Tile(NamedTuple):
     query_tiles: int | None = None
     key_parts: int = 1
     unit_parts: int = 1
+    ctas_per_sm: int = 1
 
     @property
     def macros(self) -> dict[str, int]:
@@ -159,6 +168,7 @@ class Tile(NamedTuple):
             "QUERY_TILES": self.query_tiles or self.consumers,
             "KEY_PARTS": self.key_parts,
             "UNIT_PARTS": self.unit_parts,
+            "CTAS_PER_SM": self.ctas_per_sm,
         }
 
     def shared_bytes(self, dim_qk: int, dim_vo: int, itemsize: int, custom_mask: bool) -> int:
@@ -206,6 +216,15 @@ Beside two consumers, the warps that read the mask have registers for several wo
 
 LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
 """Tiles of 16-bit kernels for query tiles that fill three consumers, which plans for large batches have."""
+
+SHORT_KV_TILES = {
+    (64, 64): Tile(64, 4, 4, 1, 64, consumers=1, ctas_per_sm=3),
+    (128, 128): Tile(64, 3, 3, 1, 32, consumers=1, ctas_per_sm=2),
+}
+"""Tiles of 16-bit kernels for requests with few keys.
+
+A unit of few KV tiles is a chain of latencies: loads, products, softmax, stores. Units of several CTAs overlap.
+"""
 
 SHARED_ROWS_TILES = {(512, 512): Tile(64, 6, 1, 1, 32, query_tiles=1, key_parts=4)}
 """Tiles of 16-bit kernels for query tiles of at most :data:`PACKED_ROWS` rows, all of which both consumers have."""
@@ -284,6 +303,7 @@ assert tuple(PADDED_PLAIN_TILES) == (CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS,)
 assert KV_FP8_TILES.keys() == CUDA_PREFILL_HEAD_DIMS
 assert FP8_TILES.keys() == CUDA_PREFILL_FP8_HEAD_DIMS
 assert LARGE_BATCH_TILES.keys() == CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS
+assert SHORT_KV_TILES.keys() == CUDA_PREFILL_SHORT_KV.keys()
 assert SHARED_ROWS_TILES.keys() == SHARED_ROWS_KV_FP8_TILES.keys() == CUDA_PREFILL_SHARED_ROWS_HEAD_DIMS
 assert FEW_ROWS_TILES.keys() == CUDA_PREFILL_FEW_ROWS_HEAD_DIMS
 assert ROPE_TILES.keys() == KV_FP8_ROPE_TILES.keys() == CUDA_PREFILL_ROPE_HEAD_DIMS
@@ -294,10 +314,18 @@ assert THREE_CONSUMERS_CTA_PACKED_ROWS == 3 * PACKED_ROWS
 E4M3 = torch.float8_e4m3fn
 
 
-def key_of_rows(key: PrefillKey, packed_rows: int) -> PrefillKey:
-    """The key of the special kernel for query tiles of ``packed_rows``, if ``key`` has one; otherwise ``key``."""
-    rows = "few" if packed_rows <= PACKED_ROWS else "many" if fills_three_consumers(packed_rows) else "any"
-    return next((one for one in key.variants() if one.rows == rows), key)
+def key_of_plan(key: PrefillKey, packed_rows: int, short_kv: bool) -> PrefillKey:
+    """The key of the special kernel for query tiles of ``packed_rows`` or for short KV, if ``key`` has one.
+
+    Otherwise ``key``.
+    """
+    plans = {
+        "short KV": short_kv,
+        "few rows": packed_rows <= PACKED_ROWS,
+        "large batch": fills_three_consumers(packed_rows),
+    }
+    keys = {one.special: one for one in key.variants()}
+    return next((keys[special] for special, is_one in plans.items() if is_one and special in keys), key)
 
 
 class Family(NamedTuple):
@@ -305,7 +333,7 @@ class Family(NamedTuple):
 
     dtypes  values of :attr:`PrefillKey.dtype`
     macros  macros besides those that :func:`_specialization` derives from the key
-    rows    value of :attr:`PrefillKey.rows`
+    special value of :attr:`PrefillKey.special`
     loads   values of :attr:`PrefillKey.loads`
     masks   values of :attr:`PrefillKey.custom_mask`
     masked  tiles that take the place of others with a custom mask
@@ -314,7 +342,7 @@ class Family(NamedTuple):
     tiles: dict[tuple[int, int], Tile]
     dtypes: Sequence[torch.dtype] = tuple(DTYPES)
     macros: Sequence[str] = ()
-    rows: str = "any"
+    special: str = ""
     loads: Sequence[str] = LOADS
     masks: Sequence[bool] = (False, True)
     masked: Mapping[tuple[int, int], Tile] = {}
@@ -332,11 +360,12 @@ class Family(NamedTuple):
 
 FAMILIES = (
     Family(TILES, masked=MASK_TILES),
-    Family(LARGE_BATCH_TILES, rows="many", masks=(False,)),
-    Family(SHARED_ROWS_TILES, macros=("SHARED_ROWS",), rows="few"),
+    Family(LARGE_BATCH_TILES, special="large batch", masks=(False,)),
+    Family(SHORT_KV_TILES, special="short KV", masks=(False,)),
+    Family(SHARED_ROWS_TILES, macros=("SHARED_ROWS",), special="few rows"),
     Family(KV_FP8_TILES, macros=("KV_FP8",)),
-    Family(SHARED_ROWS_KV_FP8_TILES, macros=("KV_FP8", "SHARED_ROWS"), rows="few"),
-    Family(FEW_ROWS_TILES, (torch.float16,), ("KV_FP8", "FEW_ROWS"), rows="few", loads=("pages", "tokens")),
+    Family(SHARED_ROWS_KV_FP8_TILES, macros=("KV_FP8", "SHARED_ROWS"), special="few rows"),
+    Family(FEW_ROWS_TILES, (torch.float16,), ("KV_FP8", "FEW_ROWS"), special="few rows", loads=("pages", "tokens")),
     Family(FP8_TILES, (E4M3,), ("Q_FP8",), masks=(False,)),
     Family(ROPE_TILES, macros=("ROPE",)),
     Family(KV_FP8_ROPE_TILES, macros=("KV_FP8", "ROPE"), masks=(False,)),
@@ -370,7 +399,7 @@ def _specialization(family: Family, key: PrefillKey, tile: Tile) -> Specializati
 _ALL = [
     (
         family,
-        PrefillKey(*dims, loads, dtype, fp8, family.rows, custom_mask, family.pos_encoding, padded),
+        PrefillKey(*dims, loads, dtype, fp8, family.special, custom_mask, family.pos_encoding, padded),
         family.masked.get(dims, tile) if custom_mask else tile,
     )
     for family in FAMILIES
@@ -446,6 +475,15 @@ def query_map(q: Tensor, group: int, padded: bool = False) -> TensorMap:
     return TensorMap(q, shape, strides, box, columns.box * q.element_size())
 
 
+def _is_short_kv(x: Operands, head_dims: tuple[int, int], plan: PrefillPlan | None, causal: bool) -> bool:
+    """Whether the plan is for short KV; without a plan, whether a plan of the call would be."""
+    if plan is not None:
+        return bool(PlanProblem.of(plan.problem).short_kv)
+    rows, device = x.q.shape[0], x.q.device
+    large = is_large_batch(*x.heads, head_dims, 1, rows, device)
+    return not large and is_short_kv(x.heads[0], head_dims, rows, x.kv_rows, causal, device)
+
+
 def launch_tiles(
     x: Operands,
     out: Tensor,
@@ -463,12 +501,13 @@ def launch_tiles(
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     loads, packed_rows = kv_loads(paged, page_size), tile_rows * group
     custom_mask = o.mask is not None
-    key = key_of_rows(PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, custom_mask, o.pos_encoding), packed_rows)
+    key = PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, custom_mask, o.pos_encoding)
+    key = key_of_plan(key, packed_rows, _is_short_kv(x, dims, plan, o.causal))
     tile = TILE_OF[key]
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows)) * tile.unit_parts
     launch(
         SPECIALIZATIONS[key],
-        (persistent_grid(num_units, x.q.device),),
+        (persistent_grid(num_units, x.q.device, tile.ctas_per_sm),),
         q=x.q,
         q_map=query_map(x.q, group, key.padded),
         **kv_arguments(x, loads, page_size, tile, key.padded),

@@ -67,7 +67,7 @@ constexpr int kRowFactors = kFewRows ? 2 : 1;  // factors of a thread: one for e
 // exponentials at the same time, and then to wait for products at the same time. Measured to be faster without an
 // order: soft caps, 16-bit heads of 192/128 and 256, three consumers with heads of 96 and 128, and FP8 caches. Heads of
 // 512, FP8 products with heads of 256, and RoPE have no order either.
-constexpr bool kOrdered = kDimQk <= 128 && !kConverts && !kShortTiles;
+constexpr bool kOrdered = kConsumers > 1 && kDimQk <= 128 && !kConverts && !kShortTiles;
 
 struct Order {
   const Problem& p;

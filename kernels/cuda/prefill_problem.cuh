@@ -52,7 +52,8 @@ constexpr bool kCustomMask = CUSTOM_MASK;
 static_assert(!kCustomMask || CONSUMERS == 2);  // the warps that read the mask need more than 32 registers
 constexpr bool kFp8Products = Q_FP8;  // queries, keys and values are e4m3, and so are the operands of both products
 constexpr int kElementBytes = kFp8Products ? 1 : 2;
-constexpr int kConsumers = CONSUMERS;
+constexpr int kConsumers = CONSUMERS, kCtasPerSm = CTAS_PER_SM;
+static_assert(kCtasPerSm == 1 || kConsumers == 1);
 constexpr bool kConverts = CONVERTERS > 0;  // with two warpgroups of converters, consumers spare the registers
 static_assert(kConverts == (KV_FP8 || ROPE) && (!kConverts || kConsumers == 2));
 constexpr bool kAlibi = ALIBI;
@@ -68,7 +69,7 @@ constexpr int kRaggedBox = RAGGED_BOX;  // tokens of a TMA box of ragged KV; a b
 constexpr bool kShortTiles = kConsumers == 3 && kTile < 128;  // three consumers with heads above 64
 // The scheduler takes the next unit when producer K has kTilesAhead KV tiles of a unit left. With a custom mask the
 // scheduler then reads the mask of the next unit, which takes longer.
-constexpr int kTilesAhead = kCustomMask ? 8 : kKeyStages > 2 * kKeyParts && !kShortTiles ? 1 : 3;
+constexpr int kTilesAhead = kCustomMask ? 8 : kKeyStages > 2 * kKeyParts && !kShortTiles && kConsumers > 1 ? 1 : 3;
 constexpr int kQueries = QUERIES;           // query buffers
 constexpr int kQueryBlocks = 2 * kQueries;  // QueryBlocks in shared memory
 constexpr int kPackedRows = 64;             // packed rows of a consumer
@@ -107,11 +108,14 @@ constexpr int kThreads = 32 * (kFirstConsumerWarp + kConsumers * kConsumerWarps)
 // more rows at once.
 constexpr bool kSparesRegisters =
     kFp8Products ? kDimQk == 64 : (KV_CP_ASYNC || CUSTOM_MASK) && !kConverts && kConsumers == 2;
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSparesRegisters ? 56 : 40;
+constexpr int kLaunchRegisters = 0x10000 / (kCtasPerSm * kThreads) / 8 * 8;
+constexpr int kProducerRegisters = kConsumers != 2 ? 32 : kSparesRegisters ? 56 : 40;
 constexpr int kConverterRegisters = kConverts ? 56 : 0;
-constexpr int kConsumerRegisters =
-    kConsumers == 3 || CONVERTERS == 2 ? 160 : kConverts ? 208 : kSparesRegisters ? 224 : 232;
-constexpr int kLaunchRegisters = kThreads == 640 ? 96 : kThreads == 512 ? 128 : 168;
+constexpr int kConsumerRegisters = kConsumers == 1                      ? 2 * kLaunchRegisters - kProducerRegisters
+                                   : kConsumers == 3 || CONVERTERS == 2 ? 160
+                                   : kConverts                          ? 208
+                                   : kSparesRegisters                   ? 224
+                                                                        : 232;
 static_assert(kProducerRegisters + kConverterWarps / 4 * kConverterRegisters + kConsumers * kConsumerRegisters <=
               kThreads / 128 * kLaunchRegisters);
 // kTensorProducers    producer warps of keys, and also of values. The second ones, which copy tokens, are the warps of
@@ -244,11 +248,15 @@ struct Problem {
   static constexpr int head_dim_qk = kDimQk, head_dim_vo = kOutDim;
 #endif
 
-  DEVICE bool split_kv() const { return !kSharedRows && (kFewRows || tile_rows * group <= kPackedRows); }
+  DEVICE bool split_kv() const {
+    return kConsumers > 1 && !kSharedRows && (kFewRows || tile_rows * group <= kPackedRows);
+  }
   // Whether both consumers have the same rows, and divide the KV tiles or the columns of values.
   DEVICE bool same_rows() const { return kSharedRows || split_kv(); }
-  // Packed rows of a unit, `unit_rows`. With two consumers constants take its place, which saves registers.
-  DEVICE int block_rows() const { return kConsumers == 3 ? unit_rows : same_rows() ? kPackedRows : 2 * kPackedRows; }
+  // Packed rows of a unit, `unit_rows`. With one or two consumers constants take its place, which saves registers.
+  DEVICE int block_rows() const {
+    return kConsumers == 3 ? unit_rows : kConsumers == 1 || same_rows() ? kPackedRows : 2 * kPackedRows;
+  }
   DEVICE int blocks() const { return (tile_rows * group + block_rows() - 1) / block_rows(); }
   DEVICE int consumers() const { return same_rows() ? 2 : block_rows() / kPackedRows; }  // consumers that have rows
   DEVICE int readers() const { return split_kv() ? 1 : consumers(); }                    // consumers of a KV tile

@@ -17,7 +17,7 @@ from helpers.tensors import shifted
 from torch._inductor.utils import run_and_get_code
 
 import attn_ops
-from attn_ops.ops.cuda_kernels import CUDA_PREFILL_HEAD_DIMS
+from attn_ops.ops.cuda_kernels import CUDA_PREFILL_HEAD_DIMS, CUDA_PREFILL_SHORT_KV
 from attn_ops.ops.inductor import mark_static
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -181,6 +181,14 @@ CASES += [
     for i, case in enumerate(c for c in CASES if c.head_dims == (128, 128) and not c.kv_dtype)
     if "tile_rows" not in case.planner
 ]
+
+CASES += [
+    replace(case, name=f"short KV, {case}", planner={"short_kv": True, **case.planner})
+    for case in list(CASES)
+    if case.head_dims in CUDA_PREFILL_SHORT_KV and not case.kv_dtype and case.masked is None
+    if not case.name.startswith("large batch")
+]
+"""Of any length: the kernel for short KV is correct for all plans."""
 
 CASES += [
     replace(BASE, name=f"RoPE {dims[0]}, {name}", head_dims=dims, pos_encoding="ROPE_LLAMA", **options)

@@ -266,6 +266,8 @@ class Setup:
         if self.kind != "ragged":
             sizes |= {"cache_pages": self.num_pages}
         planner = attn_ops.DecodePlanner if self.kind == "decode" else attn_ops.PrefillPlanner
+        if self.kind != "decode":
+            sizes |= {"short_kv": False}  # most cases are short, and for the kernels of any length
         self.planner = planner(**(sizes | self.case.planner))
         self.replan()
 

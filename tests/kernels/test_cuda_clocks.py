@@ -30,7 +30,7 @@ KERNELS = {
     "prefill": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False)],
     "prefill mask": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, False, custom_mask=True)],
     "prefill FP8": prefill.SPECIALIZATIONS[PrefillKey(128, 128, "pages", torch.bfloat16, True)],
-    "prefill FP8, few rows": prefill.SPECIALIZATIONS[PrefillKey(64, 64, "pages", torch.float16, True, "few")],
+    "prefill FP8, few rows": prefill.SPECIALIZATIONS[PrefillKey(64, 64, "pages", torch.float16, True, "few rows")],
     "prefill RoPE": prefill.SPECIALIZATIONS[
         PrefillKey(128, 128, "pages", torch.bfloat16, False, pos_encoding="ROPE_LLAMA")
     ],
@@ -55,7 +55,13 @@ PHASES = {
 
 
 def _planner(
-    heads: int, kv_heads: int, head_dim: int, head_dim_vo: int, rows: int, tile_rows: int | None = None
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    head_dim_vo: int,
+    rows: int,
+    tile_rows: int | None = None,
+    short_kv: bool = False,
 ) -> attn_ops.PrefillPlanner:
     tables = page_table(KV_LENS, 64)
     batch = len(KV_LENS)
@@ -70,6 +76,7 @@ def _planner(
         head_dim_vo=head_dim_vo,
         max_kv_len=max(KV_LENS),
         tile_rows=tile_rows,
+        short_kv=short_kv,
     )
     planner.plan(indptr((rows,) * batch), *tables)
     return planner
@@ -87,9 +94,10 @@ def _prefill(
     dim: int = 128,
     tile_rows: int | None = None,
     rows: int = 100,
+    short_kv: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    planner = _planner(2, 1, dim, dim, rows, tile_rows)
+    planner = _planner(2, 1, dim, dim, rows, tile_rows, short_kv)
     q = torch.randn(3 * rows, 2, dim).bfloat16()
     k, v = (torch.randn(planner.max_pages, 64, 1, dim).to(kv_dtype) for _ in range(2))
     return prefill.batch_prefill(q, k, v, list(planner.state), planner.workspace, **options)
@@ -110,6 +118,7 @@ LARGE_BATCH = functools.partial(_prefill, tile_rows=96)
         ("prefill", _prefill),
         ("prefill, three consumers", functools.partial(_prefill, dim=64, tile_rows=96)),
         ("prefill, three consumers", LARGE_BATCH),
+        ("prefill, one consumer", functools.partial(_prefill, short_kv=True)),
         ("prefill KV_FP8", functools.partial(_prefill, torch.float8_e4m3fn)),
         ("prefill KV_FP8, few rows", FEW_ROWS),
         ("prefill RoPE", functools.partial(_prefill, pos_encoding="ROPE_LLAMA")),
@@ -147,8 +156,8 @@ def test_clocks_are_kept_and_change_no_result(kernel: str, call: Any) -> None:
     elif call is FEW_ROWS:  # four query tiles of each request; consumers take KV tiles of 64 tokens in turn
         assert sum(consumers) == 4 * TILES
     else:  # 200 packed rows, of which each consumer has 64 of every 128 or 192; tiles of 128 tokens, or of 64 as in MLA
-        tiles = TILES if call is LARGE_BATCH else 3 + 1 + 2
-        assert consumers == [2 * tiles] * (3 if "three" in kernel else 2)
+        tiles = TILES if call is LARGE_BATCH or "one" in kernel else 3 + 1 + 2
+        assert consumers == ([4 * tiles] if "one" in kernel else [2 * tiles] * (3 if "three" in kernel else 2))
     assert len(clocks.account(found[None], roles)) == len(roles)
     assert clocks.span(found[None]).startswith("last start ")
 

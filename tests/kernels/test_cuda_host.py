@@ -46,6 +46,19 @@ OF_512: dict[str, Any] = {"head_dims": (512, 512), "heads": (4, 2)}
 F16_512 = OF_512 | {"dtype": torch.float16}
 FEW_512: dict[str, Any] = {"qo_lens": (9, 0, 2, 1), "kv_lens": (900, 0, 330, 2), "causal": True}
 
+SHORT_KV: list[tuple[str, str, dict[str, Any]]] = [
+    ("prefill", "rows after the last", {"causal": True, "padding": 3, "storage": "padded", "page_size": 8}),
+    ("prefill", "window, cap, sinks", {"window_left": 33, "logits_soft_cap": 5.0, "sinks": 1.0, "page_size": 8}),
+    ("prefill", "odd group, small tiles", {"heads": (7, 1), "planner": {"tile_rows": 3}, "out_dtype": torch.float32}),
+    ("prefill", "splits", SPLIT | {"sinks": 1.0, "page_size": 64, "planner": {"num_ctas": 12}}),
+    ("ragged", "row_max rises", LONGER | {"causal": True, "sm_scale": 2.0}),
+    ("ragged", "first tile unseen", UNSEEN),
+    ("prefill", "64, cap", LONGER_64 | {"causal": True, "logits_soft_cap": 5.0, "kv_layout": "HND"}),
+    ("prefill", "64, row_max rises", LONGER_64 | {"sm_scale": 2.0, "page_size": 48}),
+    ("ragged", "64, windows", F16_64 | {"window_left": 40, "window_right": 3, "heads": (6, 2), "kv_layout": "HND"}),
+    ("ragged", "64, first tile unseen", UNSEEN | F16_64),
+]
+
 PREFILL = [
     ("prefill", _case("causal", causal=True)),
     (
@@ -94,6 +107,10 @@ PREFILL = [
     ("ragged", _case("large batch, cap", **LARGE_BATCH, window_left=100, logits_soft_cap=5.0, sinks=1.0)),
     ("ragged", _case("large batch, row_max rises", **LARGE_BATCH | LONGER, dtype=torch.float16, sm_scale=2.0)),
     ("prefill", _case("large batch, splits", **LARGE_BATCH | SPLIT_LARGE, causal=True, page_size=64)),
+    *(
+        (kind, _case(f"short KV, {name}", **options | {"planner": {"short_kv": True, **options.get("planner", {})}}))
+        for kind, name, options in SHORT_KV
+    ),
     ("prefill", _case("mask", masked=0.4, padding=3, spare_batch=2)),
     ("ragged", _case("mask, window, cap, sinks", masked=0.7, window_left=50, logits_soft_cap=5.0, sinks=1.0)),
     ("prefill", _case("mask that hides most tokens", **UNSEEN | {"window_left": -1}, masked=0.01)),

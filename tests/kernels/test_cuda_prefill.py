@@ -27,6 +27,7 @@ import attn_ops
 from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.cuda_kernels import PrefillKey
+from attn_ops.plan import sizing
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import KV_BLOCK
 
@@ -50,10 +51,10 @@ def _spills(key: PrefillKey) -> tuple[int, int]:
     if key.custom_mask:
         return (11 + (key.pos_encoding == "ALIBI"), 3)
     converters = key.fp8 or key.pos_encoding == "ROPE_LLAMA"
-    has_160_registers = key[:2] == (64, 64) and (key.rows == "few" or not converters)  # and long tiles
+    has_160_registers = key[:2] == (64, 64) and (key.special == "few rows" or not converters)  # and long tiles
     if key[:2] == (128, 128) and key.dtype == E4M3:
         return (5, 0)  # the fifth is a sum
-    if key[:2] == (256, 256) and key.rows == "few":
+    if key[:2] == (256, 256) and key.special == "few rows":
         return (1, 0)
     if key.fp8 and (key.pos_encoding == "ROPE_LLAMA" or key.head_dim_qk == 512):
         return (2, 0)
@@ -161,7 +162,7 @@ def test_groups_that_do_not_divide_64_have_a_map_too(group: int) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "key", [k for k in prefill.SPECIALIZATIONS if k.rows == "few" or k.dtype != torch.float16], ids=str
+    "key", [k for k in prefill.SPECIALIZATIONS if k.special == "few rows" or k.dtype != torch.float16], ids=str
 )
 def test_sizes_are_those_of_the_source(key: PrefillKey) -> None:
     """The compiler evaluates the source's constants and the size of its struct."""
@@ -243,7 +244,7 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     code = disassembly(one)
     waits = re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", code)
     # Last product; next unit's logits.
-    beside_the_epilogue = ["1", "0"] if tile.queries > 1 and key.rows != "few" else []
+    beside_the_epilogue = ["1", "0"] if tile.queries > 1 and key.special != "few rows" else []
     pv = ["0"] * (4 if key[:2] == (256, 256) and key.dtype == E4M3 else 1)  # for each part of the columns
     of_parts = ["1"] * (tile.key_parts - 1)
     # First tile; mainloop; ...; last product.
@@ -270,6 +271,29 @@ def test_registers_suffice_and_products_overlap_the_softmax(key: PrefillKey) -> 
     unpacks = range(16 * loops, 32 * loops + 1, 16) if tile.fp8 else (0,)
     for name in ("E4M3", "E5M2"):
         assert code.count(f".{name}.UNPACK") in unpacks
+
+
+@needs_nvrtc
+@needs_the_module
+@pytest.mark.parametrize(("dim", "ctas_per_sm"), [(64, 3), (128, 2)])
+def test_a_launch_for_short_kv_has_several_ctas_for_each_sm(
+    dim: int, ctas_per_sm: int, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: SMS)
+    tile = prefill.SHORT_KV_TILES[dim, dim]
+    for tokens, rows in ((256, 10), (256, 300), (256, 5000), (513, 10)):
+        q, k = (torch.zeros(n, heads, dim, dtype=torch.bfloat16) for n, heads in ((rows, 8), (tokens, 2)))
+        prefill.single_prefill(q, k, k)
+        if tokens > 512:
+            assert fake_driver.get("threads") != tile.threads
+            continue
+        units = -(-rows // rows_per_tile(8, 2)) * 2 * -(-rows_per_tile(8, 2) * 4 // 64)
+        assert fake_driver.array("grid", 3) == [min(units, ctas_per_sm * SMS), 1, 1]
+        settings = [fake_driver.get(name) for name in ("threads", "shared", "pdl")]
+        assert settings == [256, tile.shared_bytes(dim, dim, 2, False), 1]
+        # The driver reserves 1 KB of the 228 KB of an SM for each CTA.
+        assert ctas_per_sm * (fake_driver.get("shared") + 1024) <= 228 << 10
 
 
 SMS = 132
@@ -452,9 +476,9 @@ def test_fp8_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Speciali
     key = _expected_key(problem)
     keys = [key]
     if key[:2] == (512, 512):
-        keys.append(key._replace(rows="few"))
+        keys.append(key._replace(special="few rows"))
     elif not key.padded and key.pos_encoding == "NONE" and key.loads != "ragged":
-        keys.append(key._replace(rows="few", dtype=torch.float16))
+        keys.append(key._replace(special="few rows", dtype=torch.float16))
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
@@ -523,8 +547,10 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     assert unsupported.cuda_prefill(problem) == []
     key = _expected_key(problem)
     plain = not (key.custom_mask or key.padded) and key.pos_encoding == "NONE"
-    rows = ["any", *["few"] * (key[:2] == (512, 512)), *["many"] * (key[:2] == (128, 128) and plain)]
-    keys = [key._replace(rows=one) for one in rows]
+    special = ["", *["few rows"] * (key[:2] == (512, 512))]
+    if plain:
+        special += ["large batch"] * (key[:2] == (128, 128)) + ["short KV"] * (key[:2] in prefill.SHORT_KV_TILES)
+    keys = [key._replace(special=one) for one in special]
     assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 

@@ -67,24 +67,26 @@ class Unit(NamedTuple):
 Programs = dict[PrefillKey, Path]
 
 
-def _key(dim: int, paged: bool, rows: str = "any") -> PrefillKey:
-    return PrefillKey(dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, rows)
+def _key(dim: int, paged: bool, special: str = "") -> PrefillKey:
+    return PrefillKey(dim, dim, "pages" if paged else "ragged", torch.bfloat16, False, special)
+
+
+def _key_of(problem: PlanProblem, paged: bool) -> PrefillKey:
+    key = _key(problem.head_dim_qk, paged)
+    return prefill.key_of_plan(key, packed_rows_of_tile(problem), bool(problem.short_kv))
 
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
     """Programs that print the units of a plan."""
-    kinds = (64, "any"), (128, "any"), (128, "many")
-    keys = [_key(dim, paged, rows) for dim, rows in kinds for paged in (False, True)]
+    kinds = (64, ""), (128, ""), (128, "large batch"), (64, "short KV"), (128, "short KV")
+    keys = [_key(dim, paged, special) for dim, special in kinds for paged in (False, True)]
     return {key: cuda_host.program(prefill.SPECIALIZATIONS[key], MAIN) for key in keys}
 
 
 def _unit_rows(plan: attn_ops.PrefillPlan) -> int:
     problem = PlanProblem.of(plan.problem)
-    packed_rows = packed_rows_of_tile(problem)
-    dims = problem.head_dim_qk, problem.head_dim_vo
-    key = prefill.key_of_rows(_key(dims[0], True), packed_rows)
-    rows: int = prefill.TILE_OF[key].unit_rows(packed_rows)
+    rows: int = prefill.TILE_OF[_key_of(problem, True)].unit_rows(packed_rows_of_tile(problem))
     return rows
 
 
@@ -115,10 +117,16 @@ BATCHES = {
 
 @pytest.mark.parametrize("page_size", [0, 8, 16, 48, 128])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("dim", "group", "packed"), [(128, 1, 0), (128, 4, 0), (128, 7, 0), *THREE_CONSUMERS])
+@pytest.mark.parametrize(
+    ("dim", "group", "packed", "short_kv"),
+    [
+        *((*sizes, False) for sizes in ((128, 1, 0), (128, 4, 0), (128, 7, 0), *THREE_CONSUMERS)),
+        *((*sizes, True) for sizes in ((128, 4, 0), (64, 7, 384), (64, 1, 0))),
+    ],
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_units_are_the_work_of_the_plan(
-    name: str, dim: int, group: int, packed: int, causal: bool, page_size: int, programs: Programs
+    name: str, dim: int, group: int, packed: int, short_kv: bool, causal: bool, page_size: int, programs: Programs
 ) -> None:
     """Every pair of a query row and a head is in one unit for every key that it sees, and units have no other keys."""
     qo_lens, kv_lens = BATCHES[name]
@@ -136,14 +144,14 @@ def test_units_are_the_work_of_the_plan(
         causal=causal,
         tile_rows=packed // group or None,
         num_ctas=16,
+        short_kv=short_kv,
     )
     plan = planner.plan(indptr(qo_lens), *(tables if paged else (indptr(kv_lens),)))
     box = prefill.TILES[dim, dim].box
     box = prefill.box_of_pages(page_size, box) if paged else box
     sizes = {"pages": 1 << 20} if paged else {"kv_rows": sum(kv_lens)}
     right = {"right": 0} if causal else {}
-    key = prefill.key_of_rows(_key(dim, paged), packed_rows_of_tile(planner.problem))
-    units = _units(programs[key], plan, total + padding, box, 13, **sizes, **right)
+    units = _units(programs[_key_of(planner.problem, paged)], plan, total + padding, box, 13, **sizes, **right)
 
     unit_rows = _unit_rows(plan)
     starts = indptr(qo_lens).tolist()

@@ -410,6 +410,73 @@ def test_query_tiles_of_large_batches_fill_three_consumers_on_hopper(
     assert PrefillPlanner(batch, rows, 0, num_ctas=0, **sizes).problem.tile_rows == expected
 
 
+@pytest.mark.parametrize(
+    ("batch", "rows", "changes", "expected"),
+    [
+        (1, 100, {"max_kv_len": 256}, 1),
+        (1, 100, {"max_kv_len": 257}, 0),
+        (100, 25600, {"max_kv_len": 256}, 0),  # a large batch
+        (1, 100, {"max_kv_len": 512, "head_dim": 64}, 1),
+        (100, 51200, {"max_kv_len": 512, "head_dim": 64}, 1),
+        (1, 100, {"max_kv_len": 513, "head_dim": 64}, 0),
+        (1, 100, {"max_kv_len": 100, "head_dim": 80}, 0),
+        (1, 100, {"max_kv_len": 100, "head_dim": 128, "head_dim_vo": 64}, 0),
+        (2, 2048, {"max_kv_len": 1024}, 1),  # 512 units of 128 packed rows, on 132 SMs
+        (2, 2048, {"max_kv_len": 1024, "causal": False}, 0),
+        (2, 2048, {"max_kv_len": 1025}, 0),
+        (2, 2116, {"max_kv_len": 1024}, 0),
+        (1, 527, {"max_kv_len": 1024}, 0),
+        (1, 528, {"max_kv_len": 1024}, 1),
+        (2, 2048, {"max_kv_len": 1024, "head_shards": 4}, 0),
+        (1, 791, {"max_kv_len": 1024, "head_dim": 64}, 0),
+        (1, 792, {"max_kv_len": 1024, "head_dim": 64}, 1),
+        (1, 100, {"max_kv_len": 256, "num_ctas": 0}, 0),
+        (1, 100, {"max_kv_len": 256, "fixed_split_size": 64}, 0),
+        (1, 100, {"max_kv_len": 256, "short_kv": False}, 0),
+        (1, 100, {"max_kv_len": 5000, "short_kv": True}, 1),
+    ],
+)
+def test_plans_for_short_kv_on_hopper(
+    batch: int, rows: int, changes: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "causal": True} | changes
+    assert PrefillPlanner(batch, rows, 0, **sizes | {"short_kv": None}).problem.short_kv == 0
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
+    assert PrefillPlanner(batch, rows, 0, **sizes).problem.short_kv == expected
+
+
+def test_plans_for_short_kv_have_no_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    problem = PlanProblem(1, 32, 8, 128, 128, 256, 64)
+    assert sizing.splits_per_head(torch.device("cuda"), problem) > 0
+    assert sizing.splits_per_head(torch.device("cuda"), problem._replace(short_kv=1)) == 0
+
+
+def test_a_resizable_plan_is_for_short_kv_while_batches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
+    monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
+    spec, resizable = PlanSpec(False, False, 1, 8, 8, 64, 64), ResizablePlan(torch.device("cpu"))
+
+    def planner_of(length: int, **changes: Any) -> PrefillPlanner:
+        of_request = indptr((length,))
+        table, size = PageTable(of_request, None, None, of_request), BatchSize(1, length, 0, length)
+        sized = resizable.prepare(spec._replace(**changes), size, table)
+        resizable.commit(sized, table)
+        assert isinstance(sized.planner, PrefillPlanner)
+        return sized.planner
+
+    short, longer = planner_of(200), planner_of(600)
+    assert (short.problem.short_kv, longer.problem.short_kv) == (1, 0)
+    assert planner_of(256) is short
+    assert planner_of(700) is longer
+    assert planner_of(300).problem.short_kv == 1  # of more capacity
+    for changes in ({"unsplit": True}, {"fixed_split_size": 64}, {"plain": False}):
+        sized = resizable.fit(spec._replace(**changes), BatchSize(1, 300, 0, 300, splits=8))
+        assert sized.planner.problem.short_kv == 0
+
+
 def test_tiles_of_a_resizable_plan_depend_on_the_batch_and_not_on_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small batch after a large one has tiles for small batches, and both planners are kept."""
     monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
@@ -462,7 +529,9 @@ def test_plans_of_one_shot_calls_have_the_tiles_of_their_batch(paged: bool, monk
         return of_batch.plan().problem
 
     for lengths, expected in (((6336,), 192), ((600,), 64), ((3200, 3200), 192), ((100,) * 64, 64)):
-        assert PlanProblem.of(planned(indptr(lengths), sum(lengths))).tile_rows == expected
+        problem = PlanProblem.of(planned(indptr(lengths), sum(lengths)))
+        assert problem.tile_rows == expected
+        assert problem.short_kv == (lengths == (600,) and not paged)  # a block table is for 6400 tokens
 
     def step(q: Tensor, offsets: Tensor) -> Tensor:
         return planned(offsets, q.shape[0])

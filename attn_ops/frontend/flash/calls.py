@@ -82,13 +82,23 @@ def with_latents(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None)
 
 
 def ragged_plan(
-    spec: PlanSpec, qo_indptr: Tensor, kv_indptr: Tensor, rows: int, keys: int, max_kv_len: int, chunk: int
+    spec: PlanSpec,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    rows: int,
+    keys: int,
+    max_kv_len: int,
+    chunk: int,
+    expected: int | None = None,
 ) -> DecodePlan | PrefillPlan:
-    """The plan of a batch over ragged keys. With ``chunk`` a row sees the keys of its own chunk alone."""
+    """The plan of a batch over ragged keys. With ``chunk`` a row sees the keys of its own chunk alone.
+
+    ``expected`` is as in :class:`RaggedLengths`.
+    """
     if chunk:
         qo_indptr, kv_indptr = ragged_chunks(qo_indptr, kv_indptr, chunk, keys)
         max_kv_len = at_most(max_kv_len, chunk)
-    return RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len).plan()
+    return RaggedLengths(spec, qo_indptr, kv_indptr, rows, keys, max_kv_len, expected).plan()
 
 
 def dense_attention(
@@ -152,8 +162,12 @@ def varlen_attention(
     *,
     qv: Tensor | None = None,
     chunk: int = 0,
+    expected: int | None = None,
 ) -> AttentionCall:
-    """``q [total_q, ...]`` over ``k, v [total_k, ...]`` by cumulative lengths."""
+    """``q [total_q, ...]`` over ``k, v [total_k, ...]`` by cumulative lengths.
+
+    ``expected`` is as in :class:`RaggedLengths`.
+    """
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, VARLEN)
     check_heads(where, q, k, v, qv)
@@ -165,9 +179,9 @@ def varlen_attention(
     def make() -> DecodePlan | PrefillPlan:
         qo_indptr = cumulative(where, "cu_seqlens_q", cu_seqlens_q, batch, "q", q)
         kv_indptr = cumulative(where, "cu_seqlens_k", cu_seqlens_k, batch, "k", k)
-        return ragged_plan(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], k.shape[0], chunk)
+        return ragged_plan(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], k.shape[0], chunk, expected)
 
-    key = ("varlen", spec, q.shape[0], k.shape[0], chunk)
+    key = ("varlen", spec, q.shape[0], k.shape[0], chunk, expected)
     found = shared(key, (cu_seqlens_q, cu_seqlens_k), q.device, make)
     source, output = Scheduled(found.value, (q.shape[-1], v.shape[-1])), output_spec(q, None, return_lse, out)
     return AttentionCall(where, "ragged_prefill", (q, k, v), source, options, output, scales, lookup=found.lookup)
