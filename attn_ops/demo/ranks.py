@@ -7,6 +7,7 @@ rank attends with its own heads, and all-reduces what the row-wise ones return.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import tempfile
 from dataclasses import replace
@@ -74,6 +75,15 @@ def _rank(rank: int, options: Options, store: str, errors: Any) -> None:
     except (DemoError, AttnOpsError) as error:
         errors.put(str(error))
         sys.exit(2)
+    if on_gpu:
+        _free_cuda_graphs()
     dist.destroy_process_group()
     if status:
         sys.exit(status)
+
+
+def _free_cuda_graphs() -> None:
+    """Free the CUDA graphs of compiled steps. NCCL destroys no communicator while a graph has collectives of it."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.synchronize()

@@ -129,7 +129,10 @@ class ResizablePlan:
         ``fixed`` is the exact capacity of the plan, in CUDA-graph mode.
         """
         spec = spec.of_batch(self.device, fixed or needed)
-        held = next((sized for sized in (self.held, self.previous) if sized is not None and sized.spec == spec), None)
+        # A planner that has had more keys is kept for short KV too: batches that fit it have its addresses.
+        held = self._held_for(spec._replace(short_kv=False)) or self._held_for(spec)
+        if held is not None:
+            spec = held.spec
         capacity = fixed
         if capacity is None:
             have = least_capacity(spec) if held is None else held.capacity
@@ -143,6 +146,9 @@ class ResizablePlan:
         if held is not None and held.capacity == capacity:
             return held
         return SizedPlanner(spec, capacity, self._make(spec, capacity))
+
+    def _held_for(self, spec: PlanSpec) -> SizedPlanner | None:
+        return next((sized for sized in (self.held, self.previous) if sized is not None and sized.spec == spec), None)
 
     def prepare(
         self, spec: PlanSpec, needed: BatchSize, table: PageTable, fixed: BatchSize | None = None

@@ -454,7 +454,7 @@ def test_plans_for_short_kv_have_no_splits(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizing.splits_per_head(torch.device("cuda"), problem._replace(short_kv=1)) == 0
 
 
-def test_a_resizable_plan_is_for_short_kv_while_batches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resizable_plan_is_for_short_kv_until_a_batch_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
     monkeypatch.setattr(sizing, "is_hopper", lambda device: True)
     spec, resizable = PlanSpec(False, False, 1, 8, 8, 64, 64), ResizablePlan(torch.device("cpu"))
@@ -467,11 +467,13 @@ def test_a_resizable_plan_is_for_short_kv_while_batches_are_short(monkeypatch: p
         assert isinstance(sized.planner, PrefillPlanner)
         return sized.planner
 
-    short, longer = planner_of(200), planner_of(600)
-    assert (short.problem.short_kv, longer.problem.short_kv) == (1, 0)
+    short = planner_of(200)
     assert planner_of(256) is short
-    assert planner_of(700) is longer
-    assert planner_of(300).problem.short_kv == 1  # of more capacity
+    more = planner_of(300)
+    assert (short.problem.short_kv, more.problem.short_kv) == (1, 1)
+    longer = planner_of(600)
+    assert longer.problem.short_kv == 0
+    assert planner_of(700) is planner_of(100) is longer, "graphs that were captured have its addresses"
     for changes in ({"unsplit": True}, {"fixed_split_size": 64}, {"plain": False}):
         sized = resizable.fit(spec._replace(**changes), BatchSize(1, 300, 0, 300, splits=8))
         assert sized.planner.problem.short_kv == 0
