@@ -229,12 +229,12 @@ class PrefillPlanner(PlannerBase):
             planned without splits.
         storage: as for :class:`DecodePlanner`, with the fields of :class:`~attn_ops.PrefillPlan`.
         context: as for :class:`DecodePlanner`; not with ragged KV.
-        short_kv: plan for requests with few keys: no request is split, and ``cuda.prefill`` runs 16-bit calls without a
-            mask or positional encoding in another kernel, for heads of 64 and 128. Default on Hopper, unless
+        short_kv: plan for requests with few keys: ``num_ctas`` is 0 by default, and ``cuda.prefill`` runs 16-bit calls
+            without a mask or positional encoding in another kernel, for heads of 64 and 128. Default on Hopper, unless
             ``num_ctas`` or ``fixed_split_size`` is given: up to a ``max_kv_len`` of 512 with heads of 64 and of 256
             with heads of 128; up to 1,024 with ``causal`` if ``max_tokens * num_qo_heads`` is at least 128 for each SM,
             or 192 with heads of 64, and at most four times as many. Not for large batches of heads of 128. Other calls,
-            as over an FP8 cache, are run as with False, but no request is split.
+            as over an FP8 cache, are run as with False, but without splits.
 
     The other arguments and attributes are those of :class:`DecodePlanner`.
     """

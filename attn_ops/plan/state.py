@@ -100,8 +100,8 @@ class PlanProblem(NamedTuple):
     matrix_keys   keys of the block-sparse matrix that a sparse planner was made for, keys of all heads if KV heads are
                   requests; 0 for other plans
     placed        1 if a sparse planner gives rows the positions of a causal matrix; else 0
-    short_kv      1 if the requests have few keys, for which there is another CUDA prefill kernel; else 0. No request is
-                  split then
+    short_kv      1 if the requests have few keys, for which there is another CUDA prefill kernel; else 0. By default no
+                  request is split then
     """
 
     page_size: int
