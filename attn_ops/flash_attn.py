@@ -194,9 +194,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int ``[batch + 1]``: the rows of sequence b are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``.
         cu_seqlens_k: int ``[batch + 1]``, the same for ``k`` and ``v``. With ``block_table`` its differences are the
             lengths in the cache, unless ``seqused_k``, int ``[batch]``, gives them.
-        max_seqlen_q: without effect, the lengths are known.
-        max_seqlen_k: if it is an integer, it decides whether a kernel for few keys may run, without ``block_table``.
-            A wrong number changes no result.
+        max_seqlen_q, max_seqlen_k: no result depends on them beyond rounding, since the lengths are known. A small
+            integer ``max_seqlen_k`` lets a kernel for few keys run, without ``block_table``.
         block_table: int ``[batch, max_pages_per_sequence]``, page numbers.
         scheduler_metadata: of :func:`get_scheduler_metadata` for this batch, with ``block_table`` alone.
         seqused_q, seqused_k: int ``[batch]``: the tokens of each sequence that count, its first ones; other rows give 0

@@ -36,7 +36,6 @@ from attn_ops.plan.sizing import (
     default_tile_rows,
     is_large_batch,
     is_short_kv,
-    is_tile_of_large_batch,
     max_splits_for,
     most_tiles,
     splits_per_head,
@@ -296,7 +295,8 @@ class PrefillPlanner(PlannerBase):
         )
         of_rank = rank_problem(self.problem, head_shards)
         if short_kv is None:
-            short_kv = num_ctas is None and fixed_split_size is None and self._is_short_kv(of_rank, max_tokens)
+            balanced = num_ctas is None and fixed_split_size is None
+            short_kv = balanced and self._is_short_kv(of_rank, max_batch, max_tokens)
         self.problem, of_rank = (p._replace(short_kv=int(short_kv)) for p in (self.problem, of_rank))
         self.max_tokens, self.max_pages, self.cache_pages = max_tokens, max_pages, cache_pages
         prepare(self.device)
@@ -313,9 +313,9 @@ class PrefillPlanner(PlannerBase):
             )
             self._own(plan, storage.get(WORKSPACE), of_rank)
 
-    def _is_short_kv(self, p: PlanProblem, max_tokens: int) -> bool:
-        sizes = p.num_qo_heads, p.head_dims, max_tokens, p.max_kv_len, p.ahead == 1
-        return not is_tile_of_large_batch(p) and is_short_kv(*sizes, self.device)
+    def _is_short_kv(self, p: PlanProblem, max_batch: int, max_tokens: int) -> bool:
+        sizes = p.num_qo_heads, p.num_kv_heads, p.head_dims, max_batch, max_tokens, self.device
+        return is_short_kv(*sizes, max_kv_len=p.max_kv_len, causal=p.ahead == 1)
 
     def _default_splits(self, of_rank: PlanProblem, max_batch: int, longest: int) -> int:
         """Splits for load balance on the device, or the most of a fixed size in requests of ``longest`` tokens."""

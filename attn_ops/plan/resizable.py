@@ -88,11 +88,10 @@ class PlanSpec(NamedTuple):
         """
         if self.decode or not self.depends_on_batch:
             return self
-        heads = self.num_qo_heads, self.num_kv_heads
-        large = is_large_batch(*heads, self.head_dims, size.batch, size.rows, device)
-        may_be_short = self.plain and not large and size.kv_len is not None
-        sizes = self.num_qo_heads, self.head_dims, size.rows, size.kv_len or 0, self.causal
-        return self._replace(large_batch=large, short_kv=may_be_short and is_short_kv(*sizes, device))
+        sizes = self.num_qo_heads, self.num_kv_heads, self.head_dims, size.batch, size.rows, device
+        kv_len = size.kv_len if self.plain else None
+        short = kv_len is not None and is_short_kv(*sizes, max_kv_len=kv_len, causal=self.causal)
+        return self._replace(large_batch=is_large_batch(*sizes), short_kv=short)
 
 
 class SizedPlanner(NamedTuple):

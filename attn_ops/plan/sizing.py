@@ -159,15 +159,24 @@ def is_large_batch(
 
 
 def is_short_kv(
-    num_qo_heads: int, head_dims: tuple[int, int], rows: int, max_kv_len: int, causal: bool, device: torch.device
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dims: tuple[int, int],
+    batch: int,
+    rows: int,
+    device: torch.device,
+    *,
+    max_kv_len: int,
+    causal: bool,
 ) -> bool:
-    """Whether plans for ``rows`` query rows in all, with ``max_kv_len`` keys at most, are for the kernel of short KV.
+    """Whether plans for requests of at most ``max_kv_len`` keys are for the CUDA prefill kernel of short KV.
 
-    Not for a batch of :func:`is_large_batch`. Such plans split no request. False if symbolic sizes do not decide.
+    The other arguments are those of :func:`is_large_batch`, whose batches are not. Such plans split no request. False
+    if symbolic sizes do not decide.
     """
     most = next((keys for dims, keys in CUDA_PREFILL_SHORT_KV.items() if head_dims == dims), 0)  # symbols have no hash
     sms = hopper_sms(device)
-    if most == 0 or sms == 0:
+    if most == 0 or sms == 0 or is_large_batch(num_qo_heads, num_kv_heads, head_dims, batch, rows, device):
         return False
     if statically_known_true(max_kv_len <= most):
         return True
@@ -195,13 +204,9 @@ def takes_three_consumers(head_dims: tuple[int, int]) -> bool:
 
 def has_three_consumers(problem: PlanProblem) -> bool:
     """Whether the CUDA prefill kernel has three consumers in 16 bits."""
-    return is_tile_of_large_batch(problem) or takes_three_consumers(problem.head_dims)
-
-
-def is_tile_of_large_batch(problem: PlanProblem) -> bool:
-    """Whether the CUDA prefill kernel of large batches takes the query tiles."""
-    packed_rows = packed_rows_of_tile(problem)
-    return problem.head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS and fills_three_consumers(packed_rows)
+    if problem.head_dims in CUDA_PREFILL_LARGE_BATCH_HEAD_DIMS:
+        return fills_three_consumers(packed_rows_of_tile(problem))
+    return takes_three_consumers(problem.head_dims)
 
 
 def has_large_head_dim(problem: PlanProblem) -> bool:

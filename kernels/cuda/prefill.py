@@ -41,7 +41,6 @@ from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
 from attn_ops.plan.sizing import (
     THREE_CONSUMERS_CTA_PACKED_ROWS,
     fills_three_consumers,
-    is_large_batch,
     is_short_kv,
     takes_three_consumers,
 )
@@ -325,7 +324,7 @@ def key_of_plan(key: PrefillKey, packed_rows: int, short_kv: bool) -> PrefillKey
         "large batch": fills_three_consumers(packed_rows),
     }
     keys = {one.special: one for one in key.variants()}
-    return next((keys[special] for special, is_one in plans.items() if is_one and special in keys), key)
+    return next((keys[special] for special, applies in plans.items() if applies and special in keys), key)
 
 
 class Family(NamedTuple):
@@ -479,9 +478,7 @@ def _is_short_kv(x: Operands, head_dims: tuple[int, int], plan: PrefillPlan | No
     """Whether the plan is for short KV; without a plan, whether a plan of the call would be."""
     if plan is not None:
         return bool(PlanProblem.of(plan.problem).short_kv)
-    rows, device = x.q.shape[0], x.q.device
-    large = is_large_batch(*x.heads, head_dims, 1, rows, device)
-    return not large and is_short_kv(x.heads[0], head_dims, rows, x.kv_rows, causal, device)
+    return is_short_kv(*x.heads, head_dims, 1, x.q.shape[0], x.q.device, max_kv_len=x.kv_rows, causal=causal)
 
 
 def launch_tiles(
