@@ -17,6 +17,7 @@ from attn_ops.argument_checks import optional_flags
 from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
+from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.flash import arguments
 from attn_ops.frontend.flash.arguments import WindowSize
 from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
@@ -195,7 +196,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k: int ``[batch + 1]``, the same for ``k`` and ``v``. With ``block_table`` its differences are the
             lengths in the cache, unless ``seqused_k``, int ``[batch]``, gives them.
         max_seqlen_q, max_seqlen_k: no result depends on them beyond rounding, since the lengths are known. A small
-            integer ``max_seqlen_k`` lets a kernel for few keys run, without ``block_table``.
+            integer ``max_seqlen_k`` lets a kernel for few keys run. When traced with ``block_table`` it has no effect.
         block_table: int ``[batch, max_pages_per_sequence]``, page numbers.
         scheduler_metadata: of :func:`get_scheduler_metadata` for this batch, with ``block_table`` alone.
         seqused_q, seqused_k: int ``[batch]``: the tokens of each sequence that count, its first ones; other rows give 0
@@ -278,6 +279,7 @@ def flash_attn_varlen_func(
             scheduler_metadata,
             qv=qv,
             chunk=chunk,
+            expected=expected_keys(max_seqlen_k),
         )
     result = call if rows is None else rows.spread_call(call)
     return with_probabilities(result) if return_attn_probs else result

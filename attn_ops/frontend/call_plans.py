@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.checked_call import call_op
+from attn_ops.eager.interposition import is_traced
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions
@@ -139,6 +140,15 @@ def _prefill_plan(
     return plan
 
 
+def expected_keys(longest: int | Tensor | None) -> int | None:
+    """The most keys of one request as the caller says, ``longest``, on which no result may depend.
+
+    None when traced: a graph would be compiled again for another number. The capacity of the tables or keys counts
+    then.
+    """
+    return None if is_traced() or isinstance(longest, Tensor) else longest
+
+
 class BlockTables(NamedTuple):
     """A batch by ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device.
 
@@ -146,6 +156,7 @@ class BlockTables(NamedTuple):
     rows       query rows of the batch
     tree_mask  which of the last tokens of its request each row sees, in the place of ``causal``
     keys       the keys of one rank; None for all keys
+    expected   the result of :func:`expected_keys`
     """
 
     spec: PlanSpec
@@ -155,6 +166,7 @@ class BlockTables(NamedTuple):
     rows: int
     tree_mask: Tensor | None = None
     keys: RankKeys | None = None
+    expected: int | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -169,8 +181,10 @@ class BlockTables(NamedTuple):
         page_size, device = self.spec.page_size, self.block_tables.device
         kv_lens = self.seq_lens if self.keys is None else self.keys.visible(self.seq_lens)
         table = call_op("page_table", self.block_tables, kv_lens, page_size)
-        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, width * page_size))
-        problem = problem_of(spec, device, width * page_size, -(-self.rows // batch))
+        capacity = width * page_size
+        expected = capacity if self.expected is None else at_most(capacity, self.expected)
+        spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, expected))
+        problem = problem_of(spec, device, capacity, -(-self.rows // batch))
         problem, options = (problem, {}) if self.keys is None else self.keys.planned(problem)
         if self.qo_indptr is None:
             if spec.general_decode:

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_ops.errors import ArgumentError, ShapeError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.block_tables import TableNames, block_table, lengths, query_row_offsets
+from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.element_offsets import check_offsets
 from attn_ops.frontend.one_shot import RAGGED_DIMS, block_table_call, ragged_call
 from attn_ops.frontend.outputs import OutputSpec, PaddedLse
@@ -214,18 +215,29 @@ def cudnn_batch_prefill_with_kv_cache(
     options = bounded(where, AttentionOptions(sm_scale=scale, causal=causal), sm_scale="scale")
     scales = ScaleFactors.of_tensors(q_scale, k_scale, v_scale)
     tensors, backend = (q, k_cache, v_cache), own_backend(backend or "auto")
+    expected = expected_keys(max_sequence_kv)
     if block_tables is None:
         kv_indptr = _ragged_indptr(where, tensors, actual_seq_lens_kv, units, batch_offsets_k, batch_offsets_v)
-        call = ragged_call(where, tensors, qo_indptr, kv_indptr, options, output, scales, backend=backend)
+        indptr = qo_indptr, kv_indptr
+        call = ragged_call(where, tensors, *indptr, options, output, scales, backend=backend, expected=expected)
     else:
         _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
         tables = block_table(where, "block_tables", block_tables, q.device)
         if actual_seq_lens_q.numel() != tables.shape[0]:
-            shown, expected = f"actual_seq_lens_q has {actual_seq_lens_q.numel()} lengths", f"{tables.shape[0]}"
-            fail(ShapeError, where, shown, f"{expected}, the rows of block_tables", "correct it")
+            shown = f"actual_seq_lens_q has {actual_seq_lens_q.numel()} lengths"
+            fail(ShapeError, where, shown, f"{tables.shape[0]}, the rows of block_tables", "correct it")
         batch = tables, actual_seq_lens_kv, qo_indptr
         call = block_table_call(
-            where, tensors, *batch, options, output, scales, kv_layout="HND", backend=backend, names=NAMES
+            where,
+            tensors,
+            *batch,
+            options,
+            output,
+            scales,
+            kv_layout="HND",
+            backend=backend,
+            names=NAMES,
+            expected=expected,
         )
     result = call.execute()
     return result if return_lse else (result, None)

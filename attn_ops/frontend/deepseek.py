@@ -10,6 +10,7 @@ from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, refuse_with, required
 from attn_ops.frontend.block_tables import block_table, query_row_offsets, rank_keys
+from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import table_of_latents
 from attn_ops.frontend.kv_cache import latent, pages_of_one, values_for
@@ -320,4 +321,5 @@ def trtllm_ragged_attention_deepseek(
         OutputSpec(out, lse, return_lse, dtype_without_scale(query, out)),
         ScaleFactors.of_products(bmm1_scale, bmm2_scale),
         backend=own_backend(backend),
+        expected=expected_keys(max_kv_len),
     ).execute()

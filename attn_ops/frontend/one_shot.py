@@ -48,8 +48,12 @@ def block_table_call(
     tree_mask: Tensor | None = None,
     keys: RankKeys | None = None,
     names: TableNames = USUAL_NAMES,
+    expected: int | None = None,
 ) -> AttentionCall:
-    """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode."""
+    """``(q [rows, num_qo_heads, head_dim], k_cache, v_cache)`` by block tables; ``qo_indptr`` None for decode.
+
+    ``expected`` is as in :class:`BlockTables`.
+    """
     q, k_cache, v_cache = tensors
     ranked(where, "the query", q, QUERY_DIMS)
     positive(where, num_qo_heads=q.shape[1])
@@ -66,7 +70,7 @@ def block_table_call(
     seq_lens = row_lengths(where, names, block_tables, seq_lens, page_size, q.device, pages)
     check_groups(where, q.shape[1], num_kv_heads, "repeat or regroup the heads, or name the other kv_layout")
     block_tables, seq_lens = on_device(where, names, block_tables, seq_lens, spec, k_cache, q.device, keys)
-    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys)
+    batch = BlockTables(spec, block_tables, seq_lens, qo_indptr, q.shape[0], tree_mask, keys, expected)
     op = "batch_decode" if spec.decode else "batch_prefill"
     return AttentionCall(where, op, tensors, batch, options, output, scales, kv_layout, backend)
 
@@ -121,15 +125,19 @@ def ragged_call(
     scales: ScaleFactors,
     *,
     backend: str = "auto",
+    expected: int | None = None,
 ) -> AttentionCall:
-    """``(q [nnz_qo, num_qo_heads, head_dim], k, v [nnz_kv, num_kv_heads, head_dim])``; both indptr int32."""
+    """``(q [nnz_qo, num_qo_heads, head_dim], k, v [nnz_kv, num_kv_heads, head_dim])``; both indptr int32.
+
+    ``expected`` is as in :class:`RaggedLengths`.
+    """
     q, k, v = tensors
     for name, t in (("the query", q), ("the key", k), ("the value", v)):
         ranked(where, name, t, RAGGED_DIMS)
     positive(where, num_qo_heads=q.shape[1])
     check_groups(where, q.shape[1], k.shape[1])
     spec = ragged_spec(q, k, v, options)
-    batch = RaggedLengths(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0])
+    batch = RaggedLengths(spec, qo_indptr, kv_indptr, q.shape[0], k.shape[0], expected=expected)
     return AttentionCall(where, "ragged_prefill", tensors, batch, options, output, scales, "NHD", backend)
 
 

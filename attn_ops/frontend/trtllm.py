@@ -30,6 +30,7 @@ from attn_ops.frontend.arguments import (
     required,
 )
 from attn_ops.frontend.block_tables import block_table, check_host_pages, query_row_offsets, rank_keys
+from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import HeadTables, with_one_table
 from attn_ops.frontend.kv_cache import PagedCache, paged, paged_sizes
@@ -409,4 +410,5 @@ def trtllm_batch_context_with_kv_cache(
         ScaleFactors.of_products(bmm1_scale, bmm2_scale),
         kv_layout=kv_layout,
         backend=own_backend(backend),
+        expected=expected_keys(max_kv_len),
     ).execute()

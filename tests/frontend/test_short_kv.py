@@ -9,6 +9,7 @@ import torch
 from helpers.cuda_graph_steps import STEPS, replays
 from helpers.page_tables import indptr
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import attn_ops
 from attn_ops import flash_attn
@@ -101,9 +102,17 @@ def test_plans_of_flash_attention(longest: int, expected: bool, planned: list[bo
     assert planned == [expected]
 
 
-@pytest.mark.parametrize(("width", "dtype", "expected"), [(32, "bf16", True), (33, "bf16", False), (8, "fp8", False)])
-def test_plans_of_block_tables(width: int, dtype: str, expected: bool, planned: list[bool]) -> None:
-    """By the width of the table."""
+@pytest.mark.parametrize(
+    ("width", "longest", "dtype", "expected"),
+    [
+        (32, 5000, "bf16", True),
+        (33, 513, "bf16", False),
+        (33, 512, "bf16", True),
+        (8, 30, "fp8", False),
+    ],
+)
+def test_plans_of_block_tables(width: int, longest: int, dtype: str, expected: bool, planned: list[bool]) -> None:
+    """By the width of the table, and by the longest request that the call names."""
     cache: Tensor = torch.ones(100, 2, 2, 16, 64).to({"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[dtype])
     attn_ops.trtllm_batch_context_with_kv_cache(
         query=torch.ones(5, 4, 64).bfloat16(),
@@ -112,7 +121,7 @@ def test_plans_of_block_tables(width: int, dtype: str, expected: bool, planned: 
         block_tables=torch.zeros(2, width, dtype=torch.int32),
         seq_lens=torch.tensor([20, 30], dtype=torch.int32),
         max_q_len=3,
-        max_kv_len=30,
+        max_kv_len=longest,
         bmm1_scale=0.1,
         bmm2_scale=1.0,
         batch_size=2,
@@ -120,3 +129,30 @@ def test_plans_of_block_tables(width: int, dtype: str, expected: bool, planned: 
         cum_seq_lens_kv=indptr((20, 30)),
     )
     assert planned == [expected]
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(512, True), (torch.tensor(512), False), (513, False)])
+def test_plans_of_flash_attention_over_block_tables(longest: int | Tensor, expected: bool, planned: list[bool]) -> None:
+    cache = torch.ones(3, 256, 2, 64).bfloat16()
+    table, lengths = torch.tensor([[0, 1, 2]] * 2, dtype=torch.int32), indptr((600, 30))
+    flash_attn.flash_attn_varlen_func(
+        torch.ones(5, 4, 64).bfloat16(), cache, cache, indptr((2, 3)), lengths, 3, longest, block_table=table
+    )
+    assert planned == [expected]
+
+
+def test_a_traced_call_over_block_tables_is_not_compiled_again_for_another_longest_request() -> None:
+    q, cache = torch.ones(5, 4, 64).bfloat16(), torch.ones(3, 256, 2, 64).bfloat16()
+    table = torch.tensor([[0, 1, 2]] * 2, dtype=torch.int32)
+    graphs = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=graphs)
+    def compiled(longest: int) -> Tensor:
+        out: Tensor = flash_attn.flash_attn_varlen_func(
+            q, cache, cache, indptr((2, 3)), indptr((600, 30)), 3, longest, block_table=table
+        )
+        return out
+
+    for longest in (300, 600, 700):
+        compiled(longest)
+    assert graphs.frame_count == 1

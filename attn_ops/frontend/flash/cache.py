@@ -89,6 +89,7 @@ class CacheBatch(NamedTuple):
     leftpad          int ``[batch]``: the index of a request's first token in its cache; None: 0
     chunk            keys of a chunk; a row sees the keys of its own chunk alone; 0: no chunks
     table_name       name of the argument ``table``; None for a dense cache
+    expected         the result of :func:`expected_keys`
     """
 
     spec: PlanSpec
@@ -105,6 +106,7 @@ class CacheBatch(NamedTuple):
     leftpad: Tensor | None = None
     chunk: int = 0
     table_name: str | None = None
+    expected: int | None = None
 
     @property
     def form(self) -> BatchForm:
@@ -174,8 +176,8 @@ class CacheBatch(NamedTuple):
                 kv_indptr, kv_indices, _ = call_op("page_table", table.contiguous(), held, spec.page_size)
                 pages = kv_indices, kv_indptr
             qo_indptr, table, held = PagedChunks.of(qo_indptr, table, held, spec.page_size, self.chunk, self.rows)
-        plan = BlockTables(spec, table.contiguous(), held, qo_indptr, self.rows).plan()
-        return SchedulerMetadata(plan, self.form.as_shape_tensor(self.device), *new, *pages)
+        batch = BlockTables(spec, table.contiguous(), held, qo_indptr, self.rows, expected=self.expected)
+        return SchedulerMetadata(batch.plan(), self.form.as_shape_tensor(self.device), *new, *pages)
 
     def unplanned(self, **missing: int) -> SchedulerMetadata:
         """Metadata with an empty plan: each call plans for itself. ``missing``: the form's flags that say why."""
@@ -294,7 +296,8 @@ class CacheBatch(NamedTuple):
                 checked.check(made)
                 return Found(made, given=functools.partial(checked.lookup, made))
         self.check_places(where)
-        key, tensors = ("cache", self.spec, self.form, self.lengths.key()), self._lengths_and_tables()
+        key = "cache", self.spec, self.form, self.lengths.key(), self.expected
+        tensors = self._lengths_and_tables()
         cache_pages = self.cache_pages if any(self._given) else 0
         found = shared(key, tensors, self.device, lambda: self.make(where), cache_pages)
         if is_traced() or self.device.type != "cpu":

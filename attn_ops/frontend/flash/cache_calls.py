@@ -172,8 +172,12 @@ def paged_varlen_attention(
     *,
     qv: Tensor | None,
     chunk: int,
+    expected: int | None,
 ) -> AttentionCall:
-    """``flash_attn_varlen_func`` of ``q [total_q, ...]`` over ``k, v [pages, page_size, ...]`` by a block table."""
+    """``flash_attn_varlen_func`` of ``q [total_q, ...]`` over ``k, v [pages, page_size, ...]`` by a block table.
+
+    ``expected`` is the result of :func:`expected_keys`.
+    """
     if seqused_k is None:
         required(where, cu_seqlens_k=cu_seqlens_k)
     for name, t in (("k", k), ("v", v)):
@@ -191,6 +195,7 @@ def paged_varlen_attention(
         cache_pages=k.shape[0],
         chunk=chunk,
         table_name="block_table",
+        expected=expected,
     )
     found = batch.metadata(where, scheduler_metadata)
     tensors = CacheTensors.of(q, qv, (k, v), None, decode=False).for_plan(where, found.value, k.shape[1])
