@@ -299,8 +299,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             q: ``[batch, num_qo_heads, head_dim]``; ``[batch * q_len_per_req, ...]`` with more rows per request.
             paged_kv_cache: one tensor ``[pages, 2, page_size, num_kv_heads, head_dim]`` (HND: heads before tokens), or
                 a pair of caches; without the dimension of tokens the page size is 1.
-            args: ``k_scale, v_scale`` by position, ``q_scale, k_scale, v_scale`` with an FP8 query; ``sinks, sm_scale``
-                with the variant AttentionSink.
+            args: of an FP8 query ``q_scale, k_scale, v_scale`` by position; ``sinks, sm_scale`` with the variant
+                AttentionSink; otherwise without effect.
             out, lse: buffers to fill and return. ``window_left``, ``sinks``: for this call.
             q_len_per_req: query rows of each request where plan() did not name it. They are its last tokens, causal
                 among themselves as plan() says. Every such call plans anew: name it in plan() if more than one call

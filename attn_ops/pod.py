@@ -10,7 +10,7 @@ from attn_ops.argument_checks import flags, optional_flags
 from attn_ops.call import AttentionCall
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.eager.prepared_call import prepared_function
-from attn_ops.errors import ArgumentError, PlanError, UnsupportedError, fail
+from attn_ops.errors import PlanError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, attention_options, layout, refuse
 from attn_ops.frontend.base import WrapperGroup
 from attn_ops.frontend.kv_cache import PagedCache
@@ -147,14 +147,12 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
 
         Names with ``_d`` are for the decoding: an option that is not at its default replaces the planned one. Masks of
         decode rows are refused; one row sees every key, whether causal or not. ``q_scale``, ``k_scale`` and
-        ``v_scale`` are those of the decoding.
+        ``v_scale`` are those of the decoding. ``args`` have no effect.
 
         Returns:
             ``(prefill, decode)``, each an output, or ``(out, lse)`` with its ``return_lse``.
         """
         where = f"{type(self).__name__}.run"
-        if args:
-            fail(ArgumentError, where, f"{len(args)} arguments follow enable_pdl", "none without jit_args", "drop them")
         for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
             if mask is not None:
                 expected, fix = "no mask of decode rows", "use a prefill wrapper for them"

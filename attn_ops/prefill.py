@@ -392,8 +392,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
 
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``; in CUDA-graph mode rows of padding may follow.
-            paged_kv_cache, args: as for decoding; with an FP8 query three scales by position are ``q_scale, k_scale,
-                v_scale``.
+            paged_kv_cache, args: as for decoding.
             q_scale, k_scale, v_scale: per tensor, or with an FP8 query per head: ``[num_qo_heads]``,
                 ``[num_kv_heads]``, ``[num_kv_heads]``.
             lse_base: ``"log2"`` or ``"ln"``. ``lse_layout``: ``"NH"`` ``[rows, heads]`` or ``"HN"`` ``[heads, rows]``.

@@ -363,4 +363,4 @@ def fold_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 def unfold_heads(x: Tensor, num_kv_heads: int) -> Tensor:
     """``x [num_kv_heads * rows, group, ...]``, an output or an LSE, as a view ``[num_kv_heads, group, rows, ...]``."""
-    return x.unflatten(0, (num_kv_heads, x.shape[0] // num_kv_heads)).transpose(1, 2)
+    return torch.unflatten(x, 0, (num_kv_heads, x.shape[0] // num_kv_heads)).transpose(1, 2)

@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+            torch.unflatten(proj(x), -1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )  # each [n, heads, head_dim]
         q = rotate(self.q_norm(q), cos, sin)
         k = rotate(self.k_norm(k), cos, sin)

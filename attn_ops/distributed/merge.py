@@ -202,26 +202,26 @@ def _unpacked(packed: Tensor, heads: int, dim: int, dtype: torch.dtype) -> tuple
     out, lse = packed[..., :-heads], packed[..., -heads:]
     if out.shape[-1] != heads * dim:
         out = out.view(dtype)
-    return out.to(dtype).unflatten(-1, (heads, dim)), lse
+    return torch.unflatten(out.to(dtype), -1, (heads, dim)), lse
 
 
 def _all_gather(out: Tensor, lse: Tensor, group: ProcessGroup, world: int) -> tuple[Tensor, Tensor]:
     (rows, heads, dim), packed = out.shape, _packed(out, lse)
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, world, group.group_name)
     gathered = torch.ops._c10d_functional.wait_tensor(gathered)
-    return _unpacked(gathered.unflatten(0, (world, rows)), heads, dim, out.dtype)
+    return _unpacked(torch.unflatten(gathered, 0, (world, rows)), heads, dim, out.dtype)
 
 
 def _all_to_all(out: Tensor, lse: Tensor, group: ProcessGroup, world: int) -> tuple[Tensor, Tensor]:
     """The states of this rank's heads from every rank."""
     rows, heads, dim = out.shape
     share = heads // world
-    by_rank = out.unflatten(1, (world, share)).transpose(0, 1), lse.unflatten(1, (world, share)).transpose(0, 1)
+    by_rank = (torch.unflatten(t, 1, (world, share)).transpose(0, 1) for t in (out, lse))
     packed = _packed(*by_rank).flatten(0, 1)
     sizes = [rows] * world
     received = torch.ops._c10d_functional.all_to_all_single(packed, sizes, sizes, group.group_name)
     received = torch.ops._c10d_functional.wait_tensor(received)
-    return _unpacked(received.unflatten(0, (world, rows)), share, dim, out.dtype)
+    return _unpacked(torch.unflatten(received, 0, (world, rows)), share, dim, out.dtype)
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,11 +41,9 @@ from attn_ops.plan.sizing import count_splits, power_of_two_from
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 from attn_ops.typed import typed
 
-SCALES_BY_POSITION = ("k_scale", "v_scale")
+SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
 SINK_BY_POSITION = ("sinks", "sm_scale")
-FP8_SCALES_BY_POSITION = ("q_scale", "k_scale", "v_scale")
-"""Arguments of run() that may follow the cache by position: in general, with FlashInfer's variant AttentionSink, and
-with an FP8 query if three are passed."""
+"""Arguments of run() that may follow the cache by position: of an FP8 query, and with the variant AttentionSink."""
 
 _SINK_VARIANT = [["sink"], ["sm_scale"], "AttentionSink"]
 """Entries 7, 9 and 11 of ``jit_args`` for that variant: names of its tensors, names of its scalars, its own name."""
@@ -57,7 +55,7 @@ Wrappers that share a workspace share one tensor: ``torch.compile(dynamic=True)`
 """
 
 
-def positional_arguments(where: str, jit_args: Any) -> tuple[str, str]:
+def positional_arguments(where: str, jit_args: Any) -> tuple[str, ...]:
     """The arguments of run() that may follow the cache by position."""
     if jit_args is not None and list(jit_args[7:12:2]) == _SINK_VARIANT:
         return SINK_BY_POSITION
@@ -316,11 +314,16 @@ class Wrapper(EngineAttributes):
 
     def _run_positional(self, where: str, args: tuple[Any, ...], q: Tensor, **given: Any) -> dict[str, Any]:
         """``given``, the arguments of run() by name, and those that follow the cache by position."""
-        three_scales = q.dtype in FP8 and len(args) == 3 and self._by_position == SCALES_BY_POSITION
-        names = FP8_SCALES_BY_POSITION if three_scales else self._by_position
+        names = self._by_position
+        if names == SCALES_BY_POSITION:
+            args = self._scales_by_position(q, args)
         given = {"sm_scale": None, **given}
         values = positional(where, names, args, [given[name] for name in names])
         return {**given, **dict(zip(names, values, strict=True))}
+
+    def _scales_by_position(self, q: Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of ``args``, which follow the cache, that are scales. The others have no effect, as in FlashInfer."""
+        return args[: len(SCALES_BY_POSITION)] if q.dtype in FP8 and len(args) >= len(SCALES_BY_POSITION) else ()
 
     def _call(
         self,

@@ -88,12 +88,12 @@ class HeadTables(NamedTuple):
 
     def split(self, query: Tensor) -> Tensor:
         """``[batch * q_len, num_qo_heads, head_dim]`` as rows of one KV head: all rows of KV head 0, then of head 1."""
-        by_head = query.unflatten(1, (self.num_kv_heads, -1))
+        by_head = torch.unflatten(query, 1, (self.num_kv_heads, -1))
         return by_head.transpose(0, 1).flatten(0, 1)
 
     def join(self, t: Tensor) -> Tensor:
         """The inverse of :meth:`split`, for outputs and LSEs."""
-        return t.unflatten(0, (self.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+        return torch.unflatten(t, 0, (self.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _heads_apart(cache: Tensor, head_axis: int) -> int | None:

@@ -91,6 +91,6 @@ class GroupScales(NamedTuple):
         q_nope, q_pe, ckv, kpe = tensors
         pages = page_table.clamp(0, max(0, ckv.shape[0] - 1)).long() if ckv.shape[0] else page_table[:0].long()
         dtype = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
-        groups = ckv[pages].float().unflatten(-1, (-1, SCALE_GROUP)) * self.ckv[pages][..., None]
+        groups = torch.unflatten(ckv[pages].float(), -1, (-1, SCALE_GROUP)) * self.ckv[pages][..., None]
         latents, rotated = groups.flatten(-2).to(dtype), (kpe[pages].float() * self.kpe).to(dtype)
         return q_nope, q_pe, latents, rotated

@@ -135,7 +135,7 @@ class OutputSpec(NamedTuple):
         if self.lse_base != "log2":
             lse = lse * LSE_BASES[self.lse_base]
         if self.lse_layout == "HN":
-            lse = (lse if self.rows_shape is None else lse.unflatten(0, self.rows_shape)).transpose(-2, -1)
+            lse = (lse if self.rows_shape is None else torch.unflatten(lse, 0, self.rows_shape)).transpose(-2, -1)
         if self.lse is None:
             lse = lse.contiguous()
         elif self.padding is not None:

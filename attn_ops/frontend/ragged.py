@@ -20,6 +20,7 @@ from attn_ops.frontend.planned_batch import Batch
 from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import Scale, ScaleFactors, reciprocal
 from attn_ops.frontend.with_lse import ForwardWithLse
+from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import PageTable
 from attn_ops.typed import typed
 
@@ -170,6 +171,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
         q, k, v = tensors
         return self._call(where, (q, k, values_for(k, v)), output, scales, **changes)
 
+    def _scales_by_position(self, q: Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of ``args`` that are scales: here also one or two of them."""
+        return args if q.dtype in FP8 else ()
+
     @typed
     @prepared
     def run(
@@ -198,6 +203,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWithLse, Wrapper):
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``.
             k, v: ``[kv_indptr[-1], num_kv_heads, head_dim]`` or more rows, or heads first with layout HND. If
                 ``k`` is not FP8, FP8 values are converted to its dtype, in a copy.
+            args: of an FP8 query ``q_scale, k_scale, v_scale`` by position, or the first of them; ``sinks, sm_scale``
+                with the variant AttentionSink; otherwise without effect.
             o_scale: the output is divided by it, before it is rounded.
 
         The other arguments are those of the paged wrapper's run().

@@ -219,4 +219,4 @@ def _by_head(
         check_buffer(where, name, buffer, tuple(buffer.shape), dtype, q.device)
         return unfold_heads(buffer, num_kv_heads)
     check_buffer(where, name, buffer, shape, dtype, q.device)
-    return buffer.unflatten(0, (num_kv_heads, group))
+    return torch.unflatten(buffer, 0, (num_kv_heads, group))

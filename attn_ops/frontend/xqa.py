@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import integers
@@ -167,7 +168,7 @@ def xqa_mla(
     ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else MLA_DIMS[0]
     cache = k_cache.squeeze(2) if k_cache.dim() == 4 and k_cache.shape[2] == 1 else k_cache
     if cache.dim() == 2 and page_size and cache.shape[0] % page_size == 0:
-        cache = cache.unflatten(0, (-1, page_size))
+        cache = torch.unflatten(cache, 0, (-1, page_size))
     if cache.dim() != 3 or cache.shape[2] <= ckv:
         fail(ShapeError, where, f"k_cache is {shape_of(k_cache)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
     if real(k_cache) and v_cache.data_ptr() != k_cache.data_ptr():

@@ -208,7 +208,7 @@ def _packed(
     """Sequences of given cumulative lengths, of the rows of all requests."""
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     out = flash_attn_varlen_func(q, k, v, *lengths, causal=causal, window_size=window, **options)
-    rows: Tensor = out.unflatten(0, (query.shape[0], query.shape[2]))
+    rows: Tensor = torch.unflatten(out, 0, (query.shape[0], query.shape[2]))
     return rows
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -65,5 +66,5 @@ def project(module: Any, out: Tensor) -> Tensor:
 
 def _weight(module: Any) -> Tensor:
     """``[num_heads, qk_nope_head_dim + v_head_dim, rank]``"""
-    weight: Tensor = module.kv_b_proj.weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
-    return weight
+    weight: Tensor = module.kv_b_proj.weight
+    return torch.unflatten(weight, 0, (-1, module.qk_nope_head_dim + module.v_head_dim))

@@ -472,6 +472,32 @@ def test_metadata_of_varlen_calls_without_totals(paged: bool, appends: bool, pla
     assert len(plans) >= 2
 
 
+@pytest.mark.parametrize(("page_size", "compiled"), [(None, False), (16, False), (None, True)])
+@pytest.mark.parametrize("made_for", [1, 3])
+def test_metadata_without_the_table_for_other_query_rows(made_for: int, page_size: int | None, compiled: bool) -> None:
+    """A call plans for itself, whether the metadata has a plan of one query row per request or of several."""
+    r = Requests((33, 9), (4, 6))
+    (k, v), table = r.cache(), r.block_tables(spare=0)
+    made = get_scheduler_metadata(2, made_for, 48, 4, 2, 64, r.seq_lens, causal=True, page_size=page_size)
+    given: dict[str, Any] = {"block_table": table, "causal": True}
+
+    def calls(q: Tensor, metadata: SchedulerMetadata) -> list[Tensor]:
+        options = {**given, "scheduler_metadata": metadata}
+        cached = [(x, {}) for x in (q[:2].view(2, 1, 4, 64), q[:6].view(2, 3, 4, 64))] + [(q, {"cu_seqlens_q": cu})]
+        return [
+            flash_attn_varlen_func(q, k, v, cu, None, 6, 48, seqused_k=r.seq_lens, **options),
+            *(flash_attn_with_kvcache(x, k, v, cache_seqlens=r.seq_lens, **more, **options) for x, more in cached),
+        ]
+
+    cu = r.qo_indptr
+    step = torch.compile(calls, fullgraph=True, backend="eager") if compiled else calls
+    rows = r.q.split(r.rows), r.q[:2].split(1), r.q[:6].split(3), r.q.split(r.rows)
+    for _ in range(2):
+        for out, parts in zip(step(r.q, made), rows, strict=True):
+            requests = list(zip(parts, r.batch.keys, r.batch.values, strict=True))
+            check_varlen(expected(requests, causal=True), out.reshape(-1, 4, 64))
+
+
 def test_metadata_without_the_table_and_a_call_without_it() -> None:
     step = Pages()
     with pytest.raises(errors.ArgumentError, match="scheduler_metadata was made without the block table"):

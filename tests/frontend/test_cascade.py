@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -183,6 +184,17 @@ def test_pod(return_lse: bool) -> None:
     first, second = (first, second) if return_lse else ((first,), (second,))
     p.expected(causal=True).check(*first)
     d.expected(sm_scale=0.2, window_left=9, k_scale=0.5, v_scale=2.0).check(*second)
+
+
+def test_pod_with_more_arguments_by_position() -> None:
+    """FlashInfer ignores what follows ``enable_pdl``."""
+    p, d = Requests(kv_lens=(50,), qo_lens=(12,)), Requests(seed=1)
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*d.table, *d.sizes)
+    defaults = [x.default for x in inspect.signature(wrapper.run).parameters.values() if x.kind != x.VAR_POSITIONAL]
+    first, second = wrapper.run(p.q, *p.ragged(), d.q, d.cache(), *defaults[5:], None, 0.125)
+    p.expected().check(first)
+    d.expected().check(second)
 
 
 def test_pod_without_page_dimension() -> None:

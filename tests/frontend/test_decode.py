@@ -98,7 +98,7 @@ def test_fp8_cache(kv_dtype: torch.dtype, as_tensor: bool) -> None:
     r.expected(k_scale=0.5, v_scale=3.0).check(out, lse)
     # An FP8 data_type names the dtype of the cache only.
     alone = planned(r, kv_data_type=None, data_type=kv_dtype)
-    torch.testing.assert_close(alone.run(r.q, r.cache(), k_scale, v_scale), out)
+    torch.testing.assert_close(alone.run(r.q, r.cache(), k_scale=k_scale, v_scale=v_scale), out)
 
 
 @pytest.mark.parametrize("data_type", [torch.float8_e4m3fn, "float8_e5m2"])
@@ -135,6 +135,17 @@ def test_sink_by_position() -> None:
     other = [*sink_variant()[:11], "FlashSigmoid", "struct FlashSigmoid {};"]
     with pytest.raises(errors.UnsupportedError, match="jit_args is given, which is not supported: kernels are not"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=other)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_arguments_by_position_without_effect(rows: int) -> None:
+    """FlashInfer passes them to kernels of ``jit_args``, and ignores them without."""
+    r = Requests((37, 5, 130), (rows,) * 3, kv_dtype=torch.float8_e4m3fn)
+    wrapper = planned(r, q_len_per_req=rows)
+    for args in ((None, 0.125), (0.5, 2.0), (0.5, 1.5, 2.0), (r.sinks, 0.1), (torch.tensor(0.5),), range(5)):
+        for _ in range(2):
+            r.expected(causal=True).check(*wrapper.run(r.q, r.cache(), *args, return_lse=True))
+    r.expected(causal=True, v_scale=0.5).check(wrapper.run(r.q, r.cache(), None, 0.125, v_scale=0.5))
 
 
 def test_buffers_are_filled_and_returned() -> None:

@@ -328,9 +328,19 @@ def test_fp8_query_of_the_decode_wrapper_with_scales_by_position(form: str, rows
     options = {"q_len_per_req": rows, "is_causal": False}
     wrapper.plan(*r.table, *r.sizes, q_data_type=E4M3, kv_data_type=E4M3, o_data_type=BF16, **options)
     eps = 2**-6 + rounding_of_probabilities()
-    check(wrapper.run(r.q, r.cache(), *scales), scaled(r, scales), dtype=BF16, eps=eps)
-    with pytest.raises(errors.ArgumentError, match="4 arguments follow the KV cache by position"):
-        wrapper.run(r.q, r.cache(), *scales, 1.0)
+    for more in ((), (3.0,)):  # FlashInfer reads three of them
+        check(wrapper.run(r.q, r.cache(), *scales, *more), scaled(r, scales), dtype=BF16, eps=eps)
+
+
+def test_fewer_than_three_scales_by_position_of_an_fp8_query() -> None:
+    """FlashInfer ignores them over a paged cache, and takes scales that are not given as 1 over ragged keys."""
+    r = prefill_requests(dtype=E4M3)
+    paged, ragged = planned_prefill(r, o_data_type=BF16), planned_ragged(r, o_data_type=BF16)
+    eps = 2**-6 + rounding_of_probabilities()
+    for given in ((0.5,), (0.5, 1.5)):
+        check(paged.run(r.q, r.cache(), *given), r.expected(), dtype=BF16, eps=eps)
+        q_scale, k_scale = (*given, 1.0)[:2]
+        check(ragged.run(r.q, *r.ragged(), *given), scaled(r, (q_scale, k_scale, 1.0)), dtype=BF16, eps=eps)
 
 
 def test_negative_scales_per_head() -> None:

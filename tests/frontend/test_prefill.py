@@ -54,11 +54,11 @@ class Call:
             self.wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(memory or workspace(), layout)
             self.wrapper.plan(r.qo_indptr, r.kv_indptr, *r.sizes[:3], **{**dtypes, **options})
 
-    def run(self, **options: Any) -> Any:
+    def run(self, *args: Any, **options: Any) -> Any:
         if self.kind == "paged":
-            return self.wrapper.run(self.r.q, self.r.cache(), **options)
+            return self.wrapper.run(self.r.q, self.r.cache(), *args, **options)
         if self.kind == "ragged":
-            return self.wrapper.run(self.r.q, *self.r.ragged(self.r.kv_layout), **options)
+            return self.wrapper.run(self.r.q, *self.r.ragged(self.r.kv_layout), *args, **options)
         k, v = self.r.ragged(self.r.kv_layout)
         options = {"kv_layout": self.r.kv_layout, **self.options, **options}
         return flashinfer.single_prefill_with_kv_cache(self.r.q, k, v, **options)
@@ -292,11 +292,15 @@ def test_buffers_are_filled_and_returned(kind: str) -> None:
     r.expected().check(out, lse.T)
 
 
-def test_scales_by_position() -> None:
-    r = requests("paged")
-    wrapper = Call("paged", r).wrapper
-    r.expected(k_scale=0.5, v_scale=2.0).check(wrapper.run(r.q, r.cache(), 0.5, 2.0))
-    r.expected(k_scale=0.5).check(wrapper.run(r.q, r.cache(), torch.tensor(0.5, device=DEVICE)))
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_arguments_by_position_without_effect(kind: str) -> None:
+    """FlashInfer passes them to kernels of ``jit_args``, and ignores them without."""
+    r = requests(kind)
+    call = Call(kind, r, causal=True)
+    for args in ((None, 0.125), (0.5, 2.0), (0.5, 1.5, 2.0), (r.sinks, 0.1), (torch.tensor(0.5),), range(5)):
+        for _ in range(2):
+            r.expected(causal=True).check(*call.run(*args, return_lse=True))
+    r.expected(causal=True, k_scale=0.5).check(call.run(None, 0.125, k_scale=0.5))
 
 
 @pytest.mark.parametrize("kind", ["paged", "ragged"])

@@ -182,7 +182,7 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert f is not torch.Tensor.unflatten
+        assert f not in (torch.unflatten, torch.Tensor.unflatten)
         return super().__torch_function__(f, types, args, kwargs)
 
 

@@ -132,7 +132,7 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
                 f"{wanted}, which the tensors have",
                 "make it for this batch",
             )
-    if isinstance(given.plan, DecodePlan) != decode:
+    if isinstance(given.plan, DecodePlan) != decode and not made.lacks_plan_for(form):
         rows = "one query row per request" if isinstance(given.plan, DecodePlan) else "cumulative query rows"
         fail(PlanError, where, f"scheduler_metadata was made for {rows}", "a plan of this query", "make it for it")
     return given

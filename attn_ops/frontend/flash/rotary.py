@@ -82,7 +82,7 @@ class Rotary(NamedTuple):
         half = self.cos.shape[1]
         rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
         if self.interleaved:
-            first, second = rotated.unflatten(-1, (half, 2)).unbind(-1)
+            first, second = torch.unflatten(rotated, -1, (half, 2)).unbind(-1)
         else:
             first, second = rotated.split(half, -1)
         pair = first * cos - second * sin, second * cos + first * sin
