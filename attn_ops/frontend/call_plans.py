@@ -17,7 +17,7 @@ from attn_ops.eager.interposition import is_traced
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.page_table import BatchSize, uniform_indptr
+from attn_ops.plan.page_table import BatchSize, ragged_pages, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import (
     ctas_per_head,
@@ -235,7 +235,7 @@ class RaggedLengths(NamedTuple):
         expected = longest if self.expected is None else self.expected
         spec = self.spec.of_batch(device, BatchSize(batch, self.rows, 0, expected))
         problem = problem_of(spec, device, longest, -(-self.rows // batch))
-        table = self.kv_indptr, self.kv_indptr.new_zeros(0), torch.ones_like(self.kv_indptr[1:])
+        table = self.kv_indptr, *ragged_pages(self.kv_indptr)
         return _prefill_plan(problem, self.qo_indptr, table, (batch, self.rows, 0), splits_per_head(device, problem))
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:

@@ -179,6 +179,11 @@ BACKENDS: tuple[Backend, ...] = (
         unsupported.cuda_mla,
         kernels={"batch_mla": "mla"},
     ),
+    _cuda(
+        "attn_ops.kernels.cuda.plan",
+        unsupported.cuda_plan,
+        kernels={"plan_prefill": "plan"},
+    ),
     Backend(
         "triton",
         "attn_ops.kernels.triton",

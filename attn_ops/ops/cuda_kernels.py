@@ -16,6 +16,10 @@ from attn_ops.symbolic_sizes import guard_or_true
 CUDA_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
 """Ops of ``kernels/cuda/merge_states.py``."""
 
+CUDA_PLANS = ((128, True), (512, True), (512, False))
+"""Keys of ``kernels/cuda/plan_prefill.cu``, ascending: threads of the CTA that makes the work list, and whether the
+plan has no more requests and work items than these."""
+
 CUDA_VECTOR = 16
 """Bytes that CUDA kernels load at once."""
 

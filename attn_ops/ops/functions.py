@@ -61,7 +61,7 @@ def plan_prefill(
         kv_indptr: ``[batch + 1]``; int32. As in ``plan_decode``. For ragged keys, ``k[kv_indptr[b]:kv_indptr[b + 1]]``
             belong to request ``b``.
         kv_indices: ``[pages]``; int32. Page numbers; ``[0]`` for ragged keys.
-        kv_last_page_len: ``[batch]``; int32. As in ``plan_decode``; ones for ragged keys.
+        kv_last_page_len: ``[batch]``; int32. As in ``plan_decode``; not used for ragged keys.
         plan: the fields of a ``PrefillPlan``; int32. The plan to fill. Written.
         seq_lens: ``[batch]``; int32. As in ``plan_decode``.
         backend: ``auto``, or the name of the one backend to use.

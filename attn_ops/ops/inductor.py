@@ -135,8 +135,9 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
         fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)
         calls_python = not V.graph.aot_mode and not V.graph.cpp_wrapper
         if calls_python and not is_lowerable(*fake_call[0], **fake_call[1]):
-            return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
-        result = inline((args, kwargs), fake_call)
+            result = fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+        else:
+            result = inline((args, kwargs), fake_call)
         if repeated is not None:
             repeated.keep(node, Made(fields, result))
         return result

@@ -20,6 +20,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_PAGE,
     CUDA_MERGE_VECTORS,
     CUDA_PAGED_PREFILLS,
+    CUDA_PLANS,
     CUDA_PREFILL_ALIBI_HEAD_DIMS,
     CUDA_PREFILL_FP8_HEAD_DIMS,
     CUDA_PREFILL_GROUP,
@@ -253,6 +254,11 @@ def cuda_merge_states(p: Problem) -> list[str]:
             (p.layout.aligned, UNALIGNED),
         ],
     )
+
+
+def cuda_plan(p: Problem) -> list[str]:
+    needed = "triton, whose kernel writes larger plans, is not installed"
+    return _cuda(p, "plan", CUDA_PLANS, [(triton_installed(), needed)])
 
 
 def _cuda_decode_sizes(head_dims: tuple[int, int], group: int, page_size: int) -> list[tuple[bool, str]]:

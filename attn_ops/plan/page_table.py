@@ -209,7 +209,17 @@ def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():  # Inductor of PyTorch 2.13 cannot simplify indices computed from an arange
         steps = torch.nn.functional.pad(torch.full((batch,), q_len, dtype=torch.int32, device=device), (1, 0))
         return steps.cumsum(0, dtype=torch.int32)
+    if isinstance(q_len, int) and q_len > 0:  # one kernel
+        return torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=device)
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
+
+
+def ragged_pages(kv_indptr: Tensor) -> tuple[Tensor, Tensor]:
+    """``kv_indices`` and ``kv_last_page_len`` of ragged keys for the planning ops: pages of one token.
+
+    The last page is never shorter, so planning does not use the second, a view, which costs no kernel.
+    """
+    return kv_indptr.new_zeros(0), kv_indptr[1:]
 
 
 def by_length(where: str, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, page_size: int) -> PageTable:

@@ -1,8 +1,8 @@
 """``attn::plan_prefill`` in one launch: program 0 makes the work list, the others copy page numbers.
 
 The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 sorts the query tiles of all requests by
-length with a stable counting sort, longest first, and divides the KV of some tiles into splits. It goes over the tiles
-up to seven times, at most :data:`MAX_TILES` at a time.
+length with a stable counting sort, longest first, and divides the KV of some tiles into splits. Plans with capacity for
+more than :data:`MAX_TILES` work items go over the tiles up to seven times, so many at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from attn_ops.kernels.triton.query_tiles import (
     Tiling,
     after_first,
     divide_tile,
+    first_items,
+    items_of_buckets,
     kv_blocks,
     length_bucket,
-    locate_tile,
+    locate_tiles,
     split_points,
 )
 from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, store_split_tile, store_work_item
@@ -32,10 +34,17 @@ from triton.language.extra.cuda import gdc_wait
 
 from attn_ops.plan.sizing import ctas_of_tile, planned_cluster_splits, tiles_per_wave
 from attn_ops.plan.state import INT32_MAX, KV_BLOCK, PlanProblem, PrefillPlan, is_published
-from attn_ops.symbolic_sizes import statically_known_true
+from attn_ops.symbolic_sizes import at_least, statically_known_true
 
-MIN_TILES, MAX_TILES = 32, 256
-"""Bounds of the query tiles that program 0 processes at a time: as many as the plan has capacity for within them."""
+MIN_TILES, MAX_TILES, CHUNK_TILES = 32, 512, 256
+"""Query tiles that program 0 processes at a time: as many as the plan has capacity for, or the last if it has capacity
+for more than the second."""
+
+MIN_WARPS, MAX_WARPS = 4, 16
+"""Bounds of the warps of a program: a thread for each query tile and each request within them."""
+
+STORES = tl.constexpr(256)
+"""Work items that are stored at a time, or as many as tiles."""
 
 
 @triton.jit
@@ -49,18 +58,15 @@ def store_zeros(records, begin, end, TILES: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def fixed_splits(
-    num_tiles, lengths, max_splits,
-    SPLIT_BLOCKS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    num_tiles, limit, lengths, max_splits, SPLIT_BLOCKS: tl.constexpr, TILING: tl.constexpr, SHARD: tl.constexpr
+):
     """``(longest, first_bucket, split_blocks)`` of splits of SPLIT_BLOCKS KV blocks, if ``max_splits`` hold them."""
-    t = tl.arange(0, TILES)
     total, longest = tl.full((), 0, tl.int64), 0
-    for first in range(0, num_tiles, TILES):
-        tile = first + t
-        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
-        _, blocks = kv_blocks(begin, end, tile < num_tiles)
+    for first in range(0, limit, TILING.TILES):
+        used, _, _, _, _, begin, end = locate_tiles(first, num_tiles, lengths, TILING, SHARD)
+        _, blocks = kv_blocks(begin, end, used)
         total += tl.sum(tl.where(blocks > SPLIT_BLOCKS, tl.cdiv(blocks, SPLIT_BLOCKS), 0).to(tl.int64), 0)
-        longest = tl.maximum(longest, tl.max(tl.where(tile < num_tiles, end - begin, 0), 0))
+        longest = tl.maximum(longest, tl.max(tl.where(used, end - begin, 0), 0))
     first_bucket, split_blocks = BUCKETS, NOT_SPLIT
     if total <= max_splits:
         first_bucket, split_blocks = -1, SPLIT_BLOCKS
@@ -89,14 +95,15 @@ def plan_prefill_kernel(
     max_pages,
     max_items,
     max_split_tiles,
-    wave,  # query tiles that the device computes at a time
+    wave,  # query tiles that the device computes at a time, 1 or more
     PAGE_SIZE: tl.constexpr,
     TILING: tl.constexpr,
     SHARD: tl.constexpr,
     CTAS: tl.constexpr,  # of a query tile
     CLUSTER_SPLITS: tl.constexpr,  # CTAs that divide its KV
+    HAS_SPLITS: tl.constexpr,  # whether the plan may have capacity for splits
     SPLIT_BLOCKS: tl.constexpr,  # KV blocks of a split of fixed size, 0 for splits for load balance
-    TILES: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,  # the tiles that are processed at a time are all tiles
     COPY_PAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -132,65 +139,66 @@ def plan_prefill_kernel(
     lengths = (tiles_end, qo_len, kv_len, seq_len)
 
     # Which tiles are split, and how long their splits are.
-    t, bucket_id = tl.arange(0, TILES), tl.arange(0, BUCKETS)
+    limit = TILING.TILES if ONE_CHUNK else num_tiles  # of the loops over tiles
     longest_tile, first_bucket, skip, split_blocks = 0, BUCKETS, 0, NOT_SPLIT
-    if max_split_tiles > 0:
+    if HAS_SPLITS:
         if SPLIT_BLOCKS:
             longest_tile, first_bucket, split_blocks = fixed_splits(
-                num_tiles, lengths, 2 * max_split_tiles, SPLIT_BLOCKS, TILING, SHARD, TILES
+                num_tiles, limit, lengths, 2 * max_split_tiles, SPLIT_BLOCKS, TILING, SHARD
             )
         else:
             longest_tile, first_bucket, skip, split_blocks = balanced_splits(
-                num_tiles, lengths, 2 * max_split_tiles, wave, CTAS, CLUSTER_SPLITS, TILING, SHARD, TILES
+                num_tiles, limit, lengths, 2 * max_split_tiles, wave, CTAS, CLUSTER_SPLITS, TILING, SHARD
             )
     # The longest split.
     longest, to_skip = 0, skip
-    for first in range(0, num_tiles, TILES):
-        tile, used = first + t, first + t < num_tiles
-        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
+    for first in range(0, limit, TILING.TILES):
+        used, _, _, _, _, begin, end = locate_tiles(first, num_tiles, lengths, TILING, SHARD)
         divided, to_skip = after_first(begin, end, used, longest_tile, first_bucket, to_skip)
         _, _, _, length = divide_tile(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
         longest = tl.maximum(longest, tl.max(length, 0))
     # The work items of each length bucket.
     count, to_skip = tl.zeros((BUCKETS,), tl.int32), skip
-    for first in range(0, num_tiles, TILES):
-        tile, used = first + t, first + t < num_tiles
-        _, _, _, _, begin, end = locate_tile(tile, lengths, TILING, SHARD)
+    for first in range(0, limit, TILING.TILES):
+        used, _, _, _, _, begin, end = locate_tiles(first, num_tiles, lengths, TILING, SHARD)
         divided, to_skip = after_first(begin, end, used, longest_tile, first_bucket, to_skip)
         _, _, splits, length = divide_tile(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
-        bucket = length_bucket(length, longest, used)
-        count += tl.sum(tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0), 0)
+        count += items_of_buckets(length_bucket(length, longest, used), splits)
     # Write the work items in the order of buckets, and the split tiles.
     bucket_item = tl.cumsum(count, 0) - count
     num_items, num_slots, num_split_tiles = tl.sum(count, 0), 0, 0
-    for first in range(0, num_tiles, TILES):
-        tile, used = first + t, first + t < num_tiles
-        request, offset, rows, position, begin, end = locate_tile(tile, lengths, TILING, SHARD)
+    for first in range(0, limit, TILING.TILES):
+        used, request, offset, rows, position, begin, end = locate_tiles(first, num_tiles, lengths, TILING, SHARD)
         divided, skip = after_first(begin, end, used, longest_tile, first_bucket, skip)
         first_block, blocks, splits, length = divide_tile(begin, end, used, divided, split_blocks, SPLIT_BLOCKS > 0)
         bucket = length_bucket(length, longest, used)
-        of_bucket = tl.where(bucket[:, None] == bucket_id[None, :], splits[:, None], 0)
-        up_to = tl.cumsum(of_bucket, 0)
-        item = tl.sum(tl.where(of_bucket > 0, bucket_item[None, :] + up_to - of_bucket, 0), 1)
+        item = first_items(bucket, splits, bucket_item)
         is_split = splits > 1
         slots_up_to = tl.cumsum(tl.where(is_split, splits, 0), 0)
         split_tiles_up_to = tl.cumsum(is_split.to(tl.int32), 0)
         slot = tl.where(is_split, num_slots + slots_up_to - splits, -1)
         row, page = tl.gather(first_row, request, 0) + offset, tl.gather(first_page, request, 0)
-        for split in range(tl.max(splits, 0)):
-            mask = used & (split < splits) & (item + split < max_items)
-            split_begin, split_end = split_points(first_block, blocks, split, splits, SPLIT_BLOCKS)
-            kv_begin = tl.where(split > 0, split_begin, begin)
-            kv_end = tl.where(split + 1 < splits, split_end, end)
-            split_slot = tl.where(is_split, slot + split, -1)
-            store_work_item(work, item + split, row, rows, kv_begin, kv_end, position, page, split_slot, request, mask)
         index = num_split_tiles + split_tiles_up_to - 1
         store_split_tile(split_tiles, index, row, rows, slot, splits, is_split & (index < max_split_tiles))
-        bucket_item += tl.sum(of_bucket, 0)
+
+        SPLITS: tl.constexpr = max(1, STORES // TILING.TILES)  # of each tile that are stored at a time
+        most = tl.max(splits, 0)
+        item, row, rows, position, page = item[:, None], row[:, None], rows[:, None], position[:, None], page[:, None]
+        request, begin, end, slot = request[:, None], begin[:, None], end[:, None], slot[:, None]
+        of_tile = splits[:, None]
+        for first_split in range(0, most, SPLITS):
+            split = first_split + tl.arange(0, SPLITS)[None, :]
+            at, mask = item + split, (split < of_tile) & (item + split < max_items)
+            split_begin, split_end = split_points(first_block[:, None], blocks[:, None], split, of_tile, SPLIT_BLOCKS)
+            kv_begin = tl.where(split > 0, split_begin, begin)
+            kv_end = tl.where(split + 1 < of_tile, split_end, end)
+            split_slot = tl.where(of_tile > 1, slot + split, -1)
+            store_work_item(work, at, row, rows, kv_begin, kv_end, position, page, split_slot, request, mask)
+        bucket_item += items_of_buckets(bucket, splits)
         num_slots += tl.max(slots_up_to, 0)
         num_split_tiles += tl.max(split_tiles_up_to, 0)
-    store_zeros(work, num_items, max_items, TILES, WORK_STRIDE)
-    store_zeros(split_tiles, num_split_tiles, max_split_tiles, TILES, SPLIT_TILE_STRIDE)
+    store_zeros(work, num_items, max_items, TILING.TILES, WORK_STRIDE)
+    store_zeros(split_tiles, num_split_tiles, max_split_tiles, TILING.TILES, SPLIT_TILE_STRIDE)
     tl.store(queue, 0)
     tl.store(queue + 1, tl.minimum(num_items, max_items))
 
@@ -202,12 +210,14 @@ def plan_prefill_kernel(
     publish(plan_qo_indptr)
 
 
-def tiles_at_a_time(max_tiles: int) -> int:
-    """Query tiles at a time, of a plan with capacity for ``max_tiles``; MAX_TILES if a graph leaves that open."""
+def tiles_at_a_time(max_items: int) -> int:
+    """Query tiles at a time, of a plan with capacity for ``max_items``, which a graph may leave open."""
     tiles = MIN_TILES
-    while tiles < MAX_TILES and not statically_known_true(max_tiles <= tiles):
+    while tiles <= MAX_TILES:
+        if statically_known_true(max_items <= tiles):
+            return tiles
         tiles *= 2
-    return tiles
+    return CHUNK_TILES
 
 
 def plan_prefill(
@@ -226,12 +236,13 @@ def plan_prefill(
         plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
     block_batch = triton.next_power_of_2(max_batch)
-    max_tiles = p.work.shape[0] - 2 * p.split_tiles.shape[0]
+    max_items, max_split_tiles = p.work.shape[0], p.split_tiles.shape[0]
+    tiles = tiles_at_a_time(max_items)
     num_indices, pdl = kv_indices.shape[0], supports_pdl(kv_indptr)
     launch(
         plan_prefill_kernel,
         (1 + triton.cdiv(num_indices, COPY_PAGES),),
-        Options(num_warps=8, launch_pdl=pdl),
+        Options(min(MAX_WARPS, max(MIN_WARPS, tiles // 32, block_batch // 32)), launch_pdl=pdl),
         qo_indptr=qo_indptr,
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
@@ -248,16 +259,17 @@ def plan_prefill(
         num_indices=num_indices,
         max_batch=max_batch,
         max_pages=max_pages or INT32_MAX,
-        max_items=p.work.shape[0],
-        max_split_tiles=p.split_tiles.shape[0],
-        wave=tiles_per_wave(problem, 2 * p.split_tiles.shape[0]),
+        max_items=max_items,
+        max_split_tiles=max_split_tiles,
+        wave=at_least(tiles_per_wave(problem, 2 * max_split_tiles), 1),
         PAGE_SIZE=problem.page_size,
-        TILING=Tiling(problem.tile_rows, problem.window, problem.ahead, block_batch, block_batch.bit_length() - 1),
+        TILING=Tiling(problem.tile_rows, problem.window, problem.ahead, block_batch, tiles),
         SHARD=shard_of(problem),
         CTAS=problem.num_kv_heads * ctas_of_tile(problem),
         CLUSTER_SPLITS=planned_cluster_splits(p),
+        HAS_SPLITS=not statically_known_true(max_split_tiles == 0),
         SPLIT_BLOCKS=problem.split // KV_BLOCK,
-        TILES=tiles_at_a_time(max_tiles),
+        ONE_CHUNK=statically_known_true(max_items <= tiles),
         COPY_PAGES=COPY_PAGES,
         PDL=pdl,
     )

@@ -1,7 +1,8 @@
 """Query tiles of prefill while they are planned: their ranges, their splits and their order.
 
-A planner goes over the tiles of a batch several times, some at a time, and computes their ranges and splits again each
-time: registers do not hold them for all tiles.
+A planner goes over the tiles of a batch several times, ``TILES`` at a time, and computes their ranges and splits again
+each time: registers do not hold them for all tiles. If ``TILES`` hold all of them, the loops have one constant
+iteration. The compiler then has one basic block, in which it computes ranges and splits once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import triton.language as tl
 from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import constexpr_table
 from attn_ops.kernels.triton.plan_steps import at_previous
-from attn_ops.kernels.triton.search import count_at_most
 
 from attn_ops.plan.state import KV_BLOCK, LENGTH_BUCKETS
 
@@ -35,20 +35,36 @@ class Tiling(NamedTuple):
     WINDOW: int
     AHEAD: int
     B: int  # power of 2, at least the requests of a plan
-    LOG_B: int
+    TILES: int  # power of 2: query tiles that are processed at a time
 
 
 @triton.jit
-def locate_tile(tile, lengths, TILING: tl.constexpr, SHARD: tl.constexpr):
-    """``(request, offset, rows, position, kv_begin, kv_end)`` of each query tile.
+def requests_of_tiles(first, tiles_end, TILING: tl.constexpr):
+    """``[TILES]``: how many of the ascending ``tiles_end [B]`` are at most each of ``first`` to ``first + TILES - 1``.
 
-    tile      ``[TILES]``: numbers of tiles, in the order of requests
+    A sum over the places where they are. Those that are more than all of these are put at the last one, which an
+    exclusive sum leaves out; so are those of at most ``first``, which are added to all.
+    """
+    before = tiles_end <= first
+    place = tl.where(before, TILING.TILES - 1, tl.minimum(tiles_end - 1 - first, TILING.TILES - 1))
+    count = tl.histogram(place, TILING.TILES)
+    return tl.sum(before.to(tl.int32), 0) + tl.cumsum(count, 0) - count
+
+
+@triton.jit
+def locate_tiles(first, num_tiles, lengths, TILING: tl.constexpr, SHARD: tl.constexpr):
+    """``(used, request, offset, rows, position, kv_begin, kv_end)`` of query tiles ``first`` to ``first + TILES - 1``.
+
+    Tiles are numbered in the order of requests.
+
     lengths   ``[B]`` each, of requests: inclusive sums of their tiles; query rows, KV tokens, and tokens on all ranks
+    used      whether it is one of the ``num_tiles``
     offset    first query row of the tile within its request
     position  of that row in the request's KV sequence
     """
     tiles_end, qo_len, kv_len, seq_len = lengths
-    request = tl.minimum(count_at_most(tiles_end, tile, TILING.B, TILING.LOG_B), TILING.B - 1)
+    tile = first + tl.arange(0, TILING.TILES)
+    request = tl.minimum(requests_of_tiles(first, tiles_end, TILING), TILING.B - 1)
     qo, kv = tl.gather(qo_len, request, 0), tl.gather(kv_len, request, 0)
     offset = (tile - at_previous(tiles_end, request, 0)) * TILING.ROWS
     rows = tl.minimum(qo - offset, TILING.ROWS)
@@ -65,7 +81,7 @@ def locate_tile(tile, lengths, TILING: tl.constexpr, SHARD: tl.constexpr):
         begin = tl.minimum(tl.maximum(tokens_before(position + 1 - TILING.WINDOW, SHARD), 0), end)
     else:
         begin = tl.zeros_like(end)
-    return request, offset, rows, position, begin, end
+    return tile < num_tiles, request, offset, rows, position, begin, end
 
 
 @triton.jit
@@ -122,6 +138,25 @@ def split_points(first_block, blocks, split, splits, SPLIT_BLOCKS: tl.constexpr)
     if SPLIT_BLOCKS:
         return (first_block + split * SPLIT_BLOCKS) * BLOCK, (first_block + (split + 1) * SPLIT_BLOCKS) * BLOCK
     else:  # noqa: RET505  what follows a return is compiled too
-        divisor = tl.maximum(splits, 1)
-        begin = (first_block + (blocks.to(tl.int64) * split // divisor).to(tl.int32)) * BLOCK
-        return begin, (first_block + (blocks.to(tl.int64) * (split + 1) // divisor).to(tl.int32)) * BLOCK
+        # blocks * split // splits: the product may exceed int32, the one with the remainder does not.
+        splits = tl.maximum(splits, 1)
+        whole = blocks // splits
+        rest = blocks - whole * splits
+        begin = first_block + whole * split + rest * split // splits
+        end = first_block + whole * (split + 1) + rest * (split + 1) // splits
+        return begin * BLOCK, end * BLOCK
+
+
+@triton.jit
+def items_of_buckets(bucket, splits):
+    """``[BUCKETS]``: the work items of each length bucket."""
+    of_bucket = bucket[:, None] == tl.arange(0, BUCKETS)[None, :]
+    return tl.sum(tl.where(of_bucket, splits[:, None], 0), 0)
+
+
+@triton.jit
+def first_items(bucket, splits, bucket_item):
+    """The first work item of each query tile; ``bucket_item [BUCKETS]`` is that of the first tile of each bucket."""
+    of_bucket = bucket[None, :] == tl.arange(0, BUCKETS)[:, None]
+    count = tl.where(of_bucket, splits[None, :], 0)
+    return tl.sum(tl.where(of_bucket, bucket_item[:, None] + tl.cumsum(count, 1) - count, 0), 0)

@@ -37,8 +37,10 @@ def test_kernels_fit(measured: dict[str, Usage]) -> None:
         assert row.stack == 0 or not name.startswith("merge_state"), name
 
 
-REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.function not in ("decode", "mla_swap_ab")]
-"""With swapped operands consumers need no more registers than the launch gives each warp."""
+KEEPING = ("decode", "mla_swap_ab", "plan_prefill_kernel")
+"""With swapped operands consumers need no more registers than the launch gives each warp. Planning has no roles."""
+
+REALLOCATING = [s for s in specializations() if s.threads >= 384 and s.kernel.function not in KEEPING]
 
 
 @pytest.mark.parametrize("one", REALLOCATING, ids=lambda one: one.name)

@@ -1,7 +1,8 @@
-"""Plans of the ``triton`` backend equal those of the reference bit for bit, on a GPU and in the interpreter."""
+"""Plans of the ``triton`` and ``cuda`` backends equal those of the reference bit for bit, on a GPU and without one."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from attn_ops.kernels import reference
-from helpers.backends import each_triton
+from helpers.backends import INTERPRETER, TRITON, each_triton
+from helpers.cuda_host import Host, needs_a_compiler
 from torch import Tensor
 
 import attn_ops
@@ -23,6 +25,46 @@ HEADS: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 MakePlanner = Callable[[str], Any]
 """Makes a planner on a device."""
 
+NEEDS_HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+
+each_prefill = pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        TRITON,
+        INTERPRETER,
+        pytest.param("cuda", "cuda", id="cuda", marks=[pytest.mark.gpu, NEEDS_HOPPER]),
+        pytest.param("cpu", "host", id="cuda on the host", marks=needs_a_compiler),
+    ],
+)
+"""The backends with a kernel for prefill plans; ``host`` is the CUDA kernel in the emulator."""
+
+each_prefill_on_the_host = pytest.mark.parametrize(
+    "backend",
+    [pytest.param("triton", marks=pytest.mark.interpreter), pytest.param("host", marks=needs_a_compiler)],
+)
+
+
+def plan_prefill_by(backend: str) -> Callable[..., None]:
+    """The function ``plan_prefill`` of tensors of a backend."""
+    if backend == "reference":
+        return reference.plan_prefill
+    if backend == "triton":
+        from attn_ops.kernels import triton
+
+        return triton.plan_prefill
+    if backend != "host":
+        return functools.partial(torch.ops.attn.plan_prefill, backend=backend)
+
+    def on_the_host(*args: Any, **kwargs: Any) -> None:
+        from attn_ops.kernels.cuda import plan
+
+        with Host().installed():
+            plan.plan_prefill(*args, **kwargs)
+
+    return on_the_host
+
 
 def assert_planned_as_by_the_reference(
     kind: str, make: MakePlanner, inputs: Sequence[Tensor], device: str, backend: str, seq_lens: Tensor | None = None
@@ -34,7 +76,9 @@ def assert_planned_as_by_the_reference(
         for field in state:
             field.fill_(7)
         lengths = None if seq_lens is None else seq_lens.to(where)
-        getattr(torch.ops.attn, f"plan_{kind}")(*(t.to(where) for t in inputs), state, seq_lens=lengths, backend=name)
+        op = functools.partial(getattr(torch.ops.attn, f"plan_{kind}"), backend=name)
+        plan = plan_prefill_by(name) if name == "host" else op
+        plan(*(t.to(where) for t in inputs), [*state], seq_lens=lengths)
         plans.append(state)
     for field, expected, actual in zip(plans[0]._fields, *plans, strict=True):
         assert torch.equal(expected, actual.cpu()), (kind, field)
@@ -151,7 +195,7 @@ def test_the_most_ctas(num_ctas: int, device: str, backend: str) -> None:
     assert_planned_as_by_the_reference("decode", make, table, device, backend)
 
 
-@each_triton
+@each_prefill
 @pytest.mark.parametrize("seed", range(20))
 def test_small_prefill_batches(seed: int, device: str, backend: str) -> None:
     draw = random.Random(seed)
@@ -189,7 +233,7 @@ LAST_WAVES = [
 """``(num_ctas, requests)`` with tiles of 16 rows, of which the device has room for ``num_ctas / 2``."""
 
 
-@each_triton
+@each_prefill
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("number", range(len(LAST_WAVES)))
 def test_the_last_wave(number: int, causal: bool, device: str, backend: str) -> None:
@@ -209,7 +253,7 @@ def test_the_last_wave(number: int, causal: bool, device: str, backend: str) -> 
     assert_planned_as_by_the_reference("prefill", make, [_qo_indptr(rows), *table], device, backend)
 
 
-@each_triton
+@each_prefill
 @pytest.mark.parametrize("capacity", [20, 22, 24])
 def test_fixed_splits_about_the_capacity(capacity: int, device: str, backend: str) -> None:
     """1000 and 384 tokens are 16 and 6 splits of 64. With capacity for fewer the tiles are not split."""
@@ -222,59 +266,89 @@ def test_fixed_splits_about_the_capacity(capacity: int, device: str, backend: st
     assert_planned_as_by_the_reference("prefill", make, table, device, backend)
 
 
+OVERFLOWING = torch.tensor([0, 1_900_000_000, -700_000_000, 5, 3, -(1 << 31), 1 << 30]).int()
+LAST_PAGES = torch.tensor([1, -7, 1 << 30, 1, 16, 0]).int()
+
+
+def assert_equal_plans(expected: Any, actual: Any) -> None:
+    for name, a, b in zip(expected._fields, expected, actual, strict=True):
+        assert torch.equal(a, b), name
+
+
 @pytest.mark.interpreter
-@pytest.mark.parametrize("planned", ["decode", "decode, fixed split", "prefill", "ragged"])
-def test_numbers_that_overflow_int32(planned: str) -> None:
+@pytest.mark.parametrize("split", [None, 2])
+def test_numbers_of_decode_that_overflow_int32(split: int | None) -> None:
     from attn_ops.kernels import triton
 
-    lowest = -(1 << 31)
-    indptr = torch.tensor([0, 1_900_000_000, -700_000_000, 5, 3, lowest, 1 << 30]).int()
-    qo_indptr, last = torch.tensor([-5, 2, 4, 4, lowest, 7, 9]).int(), torch.tensor([1, -7, 1 << 30, 1, 16, 0]).int()
-    pages, page_size = torch.arange(0 if planned == "ragged" else 9).int(), 1 if planned == "ragged" else 16
-    plans: list[Any] = []
+    plans = []
     for backend in (reference, triton):
-        if planned in ("prefill", "ragged"):
-            prefill = attn_ops.PrefillPlanner(
-                6, 12, pages.shape[0], max_kv_len=64, page_size=page_size, device="cpu", **HEADS
-            )
-            backend.plan_prefill(qo_indptr, indptr, pages, last, [*prefill.state])
-            plans.append(prefill.state)
-        else:
-            split = 2 if planned == "decode, fixed split" else None
-            decode = attn_ops.DecodePlanner(6, 9, page_size=page_size, fixed_split_size=split, device="cpu", **HEADS)
-            backend.plan_decode(indptr, pages, last, [*decode.state])
-            plans.append(decode.state)
-    for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
-        assert torch.equal(expected, actual), name
+        decode = attn_ops.DecodePlanner(6, 9, page_size=16, fixed_split_size=split, device="cpu", **HEADS)
+        backend.plan_decode(OVERFLOWING, torch.arange(9).int(), LAST_PAGES, [*decode.state])
+        plans.append(decode.state)
+    assert_equal_plans(*plans)
 
 
-@pytest.mark.interpreter
+@each_prefill_on_the_host
+@pytest.mark.parametrize("max_pages", [0, 9])
+def test_numbers_of_prefill_that_overflow_int32(max_pages: int, backend: str) -> None:
+    qo_indptr, page_size = torch.tensor([-5, 2, 4, 4, -(1 << 31), 7, 9]).int(), 16 if max_pages else 1
+    plans = []
+    for name in ("reference", backend):
+        prefill = attn_ops.PrefillPlanner(6, 12, max_pages, max_kv_len=64, page_size=page_size, device="cpu", **HEADS)
+        pages = torch.arange(max_pages).int()
+        plan_prefill_by(name)(qo_indptr, OVERFLOWING, pages, LAST_PAGES, [*prefill.state])
+        plans.append(prefill.state)
+    assert_equal_plans(*plans)
+
+
+@each_prefill_on_the_host
+@pytest.mark.parametrize("seed", range(12))
+def test_prefill_batches_of_any_size(seed: int, backend: str) -> None:
+    """One chunk of tiles or many, with few and many requests."""
+    draw = random.Random(seed)
+    batch = draw.choice([1, 5, 60, 130, 520])
+    rows = torch.tensor([draw.choice([1, 1, draw.randint(0, 200)]) for _ in range(batch)])
+    lengths = rows + torch.tensor([draw.choice([0, draw.randint(0, 300), draw.randint(0, 20000)]) for _ in rows])
+    options: dict[str, Any] = {
+        "tile_rows": draw.choice([1, 4, 16]),
+        "window_left": draw.choice([-1, 3000]),
+        "causal": draw.random() < 0.7,
+        "num_ctas": draw.choice([0, 16, 64, 4000]),
+        "fixed_split_size": draw.choice([None, None, 1000]),
+    }
+    sizes, plans = (batch + draw.choice([0, 3]), int(rows.sum()) + 50, 0), []
+    for name in ("reference", backend):
+        planner = attn_ops.PrefillPlanner(*sizes, max_kv_len=1 << 15, device="cpu", **HEADS, **options)
+        table = _qo_indptr(lengths), torch.arange(0).int(), torch.ones(batch).int()
+        plan_prefill_by(name)(_qo_indptr(rows), *table, [*planner.state])
+        plans.append(planner.state)
+    assert_equal_plans(*plans)
+
+
+@each_prefill_on_the_host
 @pytest.mark.parametrize("lengths", [(8000,), (1000,) * 8, (4000, *(300,) * 9), tuple(range(900, 7000, 300))], ids=str)
-def test_splits_where_clusters_divide_kv(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_ops.kernels import triton
-
+def test_splits_where_clusters_divide_kv(
+    lengths: tuple[int, ...], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sizing, "hopper_sms", lambda device: 132)
     pages, batch = [-(-n // 64) for n in lengths], len(lengths)
     table = [_qo_indptr(torch.tensor(pages)), torch.arange(sum(pages)).int(), torch.tensor(lengths).int() % 64]
     plans: list[Any] = []
-    for backend in (reference, triton):
+    for name in ("reference", backend):
         planner = attn_ops.PrefillPlanner(
             batch, batch, sum(pages), page_size=64, num_qo_heads=64, num_kv_heads=1, head_dim=576, head_dim_vo=512,
             tile_rows=1, num_ctas=98, device="cpu",
         )  # fmt: skip
         assert sizing.planned_cluster_splits(planner.state) == 2
-        backend.plan_prefill(torch.arange(batch + 1).int(), *table, [*planner.state])
+        plan_prefill_by(name)(torch.arange(batch + 1).int(), *table, [*planner.state])
         plans.append(planner.state)
-    for name, expected, actual in zip(plans[0]._fields, *plans, strict=True):
-        assert torch.equal(expected, actual), name
+    assert_equal_plans(*plans)
 
 
-@pytest.mark.interpreter
+@each_prefill_on_the_host
 @pytest.mark.parametrize("options", [{"num_ctas": 16}, {"num_ctas": 300, "fixed_split_size": 4}], ids=["even", "fixed"])
-def test_a_batch_beyond_the_capacity_stays_within_the_plan(options: dict[str, int]) -> None:
+def test_a_batch_beyond_the_capacity_stays_within_the_plan(options: dict[str, int], backend: str) -> None:
     """One long request, and one of far more rows than the capacity, which the host cannot see."""
-    from attn_ops.kernels.triton import plan_prefill
-
     planner = attn_ops.PrefillPlanner(
         2, 32, 2000, page_size=64, num_qo_heads=2, num_kv_heads=1, head_dim=16, tile_rows=16, device="cpu", **options
     )
@@ -283,13 +357,14 @@ def test_a_batch_beyond_the_capacity_stays_within_the_plan(options: dict[str, in
     }
     fields = {name: t[:-4096].view_as(getattr(planner.state, name)) for name, t in guarded.items()}
     qo_indptr, kv_indptr, last = (torch.tensor(t).int() for t in ([0, 1, 3201], [0, 1000, 1001], [64, 1]))
-    plan_prefill(qo_indptr, kv_indptr, torch.arange(1001).int(), last, list(planner.state._replace(**fields)))
+    plan = list(planner.state._replace(**fields))
+    plan_prefill_by(backend)(qo_indptr, kv_indptr, torch.arange(1001).int(), last, plan)
     for name, t in guarded.items():
         assert (t[-4096:] == -7).all(), name
     assert planner.state.qo_indptr.tolist() == [0, 1, 32], "rows beyond the capacity are left out, not dropped unseen"
 
 
-@each_triton
+@each_prefill
 @pytest.mark.parametrize("seed", range(16))
 def test_keys_of_one_rank(seed: int, device: str, backend: str) -> None:
     """Windows and causal bounds by position on the part of the keys that a rank holds."""
@@ -317,5 +392,6 @@ def test_keys_of_one_rank(seed: int, device: str, backend: str) -> None:
     def prefill(where: str) -> Any:
         return attn_ops.PrefillPlanner(batch, int(rows.sum()), pages, device=where, tile_rows=7, **bounds, **sizes)
 
-    assert_planned_as_by_the_reference("decode", decode, own, device, backend, seq_lens)
+    if backend in ("triton", "interpreter"):
+        assert_planned_as_by_the_reference("decode", decode, own, device, backend, seq_lens)
     assert_planned_as_by_the_reference("prefill", prefill, (_qo_indptr(rows), *own), device, backend, seq_lens)
