@@ -14,6 +14,7 @@ import torch
 
 import attn_ops
 from attn_ops.ops.schemas import SCHEMAS
+from attn_ops.plan.page_table import ragged_pages, uniform_indptr
 from benchmarks import report
 from benchmarks.comparison import NotMeasuredError
 from benchmarks.peers import flashinfer, flashinfer_workspace
@@ -28,6 +29,7 @@ NOTE = (
 HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 PAGE = 16
 PLANNED_BATCHES = (64, 1024)
+PLANNED_PREFILLS = ((1, 8192, 8192), (64, 200, 200), (8, 512, 8192))
 DECODE = "batch_decode"
 EMPTY_OP = "an empty op with the schema of batch_decode"
 PEER = "FlashInfer's wrapper"
@@ -149,13 +151,22 @@ def _host() -> list[report.Row]:
     return [*rows, _row("allocations of batch_decode: an output and an empty LSE", allocations, "", "1 or 2")]
 
 
+def _prefill_planning(batch: int, rows: int, keys: int) -> Callable[[], object]:
+    """Plan ``rows`` query rows of each request over ragged keys."""
+    planner = attn_ops.PrefillPlanner(batch, batch * rows, 0, max_kv_len=keys, causal=True, device="cuda", **HEADS)
+    qo_indptr, kv_indptr = (uniform_indptr(batch, n, torch.device("cuda")) for n in (rows, keys))
+    return lambda: torch.ops.attn.plan_prefill(qo_indptr, kv_indptr, *ragged_pages(kv_indptr), planner.state)
+
+
 def _device() -> list[report.Row]:
-    rows = []
-    for batch in PLANNED_BATCHES:
-        plan = _planning(batch)
+    plans = {f"plan, batch {batch}": (_planning(batch), "<= 5") for batch in PLANNED_BATCHES}
+    for batch, rows, keys in PLANNED_PREFILLS:
+        plans[f"prefill plan, {batch} x ({rows} on {keys})"] = _prefill_planning(batch, rows, keys), "-"
+    measured = []
+    for name, (plan, goal) in plans.items():
         time = device_microseconds({"plan": lambda _, plan=plan: plan()}, 1, 5)["plan"]  # type: ignore[misc]
-        rows.append(_row(f"plan, batch {batch}, device", time, "us", "<= 5"))
-    return rows
+        measured.append(_row(f"{name}, device", time, "us", goal))
+    return measured
 
 
 def _memory() -> list[report.Row]:

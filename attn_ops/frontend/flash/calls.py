@@ -22,7 +22,7 @@ from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
-from attn_ops.symbolic_sizes import agree, at_most, decide, holds
+from attn_ops.symbolic_sizes import agree, at_most, decide, holds, statically_known_true
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
 VARLEN = "[tokens, num_heads, head_dim]"
@@ -138,7 +138,9 @@ def dense_attention(
         return unplanned_call(where, rows, options, output, scales)._replace(views=views)
 
     def make() -> DecodePlan | PrefillPlan:
-        qo_indptr, kv_indptr = (uniform_indptr(batch, length, device) for length in (q_len, kv_len))
+        qo_indptr = uniform_indptr(batch, q_len, device)
+        same = statically_known_true(q_len == kv_len)
+        kv_indptr = qo_indptr if same else uniform_indptr(batch, kv_len, device)
         return ragged_plan(spec, qo_indptr, kv_indptr, batch * q_len, batch * kv_len, kv_len, chunk)
 
     found = shared(("dense", spec, batch, q_len, kv_len, chunk), (), device, make)
