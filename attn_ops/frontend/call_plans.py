@@ -141,12 +141,12 @@ def _prefill_plan(
 
 
 def expected_keys(longest: int | Tensor | None) -> int | None:
-    """The most keys of one request as the caller says, ``longest``, on which no result may depend.
+    """The most keys of one request as the caller says, ``longest``, on which no result may depend; None for 0.
 
     None when traced: a graph would be compiled again for another number. The capacity of the tables or keys counts
     then.
     """
-    return None if is_traced() or isinstance(longest, Tensor) else longest
+    return None if is_traced() or isinstance(longest, Tensor) else longest or None
 
 
 class BlockTables(NamedTuple):

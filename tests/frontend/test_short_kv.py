@@ -108,6 +108,7 @@ def test_plans_of_flash_attention(longest: int, expected: bool, planned: list[bo
         (32, 5000, "bf16", True),
         (33, 513, "bf16", False),
         (33, 512, "bf16", True),
+        (33, 0, "bf16", False),
         (8, 30, "fp8", False),
     ],
 )
