@@ -449,19 +449,19 @@ DEVICE void write_items(const Problem& p, const Inputs& in, const Outputs& out, 
                         const Tile& own, int split_blocks) {
   const int lane = lane_of_thread(), warp = warp_of_thread();
   const bool has_splits = split_blocks != kNotSplit;
-  const auto divide = [&](int first, const Tile& t) {
+  const auto division_of = [&](int first, const Tile& t) {
     return Division(p, t, has_splits && shared.divided[first / 32 + warp] >> lane & 1, split_blocks);
   };
   int longest = 0;
   for_each_chunk(p, shared, num_tiles, own,
-                 [&](int first, const Tile& t) { longest = max(longest, divide(first, t).length); });
+                 [&](int first, const Tile& t) { longest = max(longest, division_of(first, t).length); });
   longest = max_of_cta(longest, shared.longest);
   const auto bucket = [&](const Tile& t, const Division& of) { return bucket_of(t.used, of.length, longest); };
 
   int count = 0;
   ItemsOfWarp items;
   for_each_chunk(p, shared, num_tiles, own, [&](int first, const Tile& t) {
-    const Division of = divide(first, t);
+    const Division of = division_of(first, t);
     items = ItemsOfWarp(bucket(t, of), of.splits);
     count += items.count;
   });
@@ -473,7 +473,7 @@ DEVICE void write_items(const Problem& p, const Inputs& in, const Outputs& out, 
   int next_item = up_to - count;  // of bucket `lane`, in the chunks that follow
   int num_slots = 0, num_split_tiles = 0, parity = 0;
   for_each_chunk(p, shared, num_tiles, own, [&](int first, const Tile& t) {
-    const Division of = divide(first, t);
+    const Division of = division_of(first, t);
     const int own_bucket = bucket(t, of);
     if (!ONE_CHUNK) items = ItemsOfWarp(own_bucket, of.splits);
     const bool is_split = of.splits > 1;
@@ -524,7 +524,8 @@ DEVICE void publish() {
 // Owns: CTA 0 all fields of the plan but kv_indices; CTA i > 0 page numbers (i - 1) * kPagesOfCta on.
 // Loop invariant: in step 5 next_item is the next work item of each bucket; num_slots and num_split_tiles count those
 //     of the tiles before these.
-// Barriers: __syncthreads between the steps, and in each chunk of a scan.
+// Barriers: __syncthreads between the steps, and in each chunk of a scan. Later kernels do not start before this one
+//     ends, since they may read the plan before they wait.
 // Bound by: latency, of the loads of lengths, the scans and reductions of one CTA, and the stores of items.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) plan_prefill_kernel(
     const int* qo_indptr,      // [batch + 1]
