@@ -274,10 +274,12 @@ def test_ragged_matches_oracle(case: Case, launches: list[Any]) -> None:
     assert bool(launches) == runs
 
 
-@pytest.mark.parametrize(
-    "case", [BASE, *(c for c in CASES if c.name == "heads=4-4" or ", cap and sinks" in c.name)], ids=str
-)
+SINGLE = [BASE, *(c for c in CASES if c.name == "heads=4-4" or ", cap and sinks" in c.name)]
+
+
+@pytest.mark.parametrize("case", [c for c in SINGLE if "short_kv" not in c.planner], ids=str)
 def test_single_matches_oracle(case: Case, launches: list[Any]) -> None:
+    """Without a plan, which alone says that KV is short: such cases would repeat the calls of others."""
     Setup("ragged", case, "cuda").check_single("auto")
     assert launches
 
