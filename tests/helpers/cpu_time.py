@@ -24,8 +24,8 @@ BUDGET = {
     "native": 36,
     "ops": 70,
     "paging": 5,
-    "planning": 20,
-    "tracing": 310,
+    "planning": 25,
+    "tracing": 345,
 }
 """Seconds of user and system time of a folder's tests without a GPU, with the processes that they start.
 
