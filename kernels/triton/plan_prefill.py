@@ -1,8 +1,8 @@
 """``attn::plan_prefill`` in one launch: program 0 makes the work list, the others copy page numbers.
 
 The integers are those of :mod:`attn_ops.kernels.reference.plan`. Program 0 sorts the query tiles of all requests by
-length with a stable counting sort, longest first, and divides the KV of some tiles into splits. Plans with capacity for
-more than :data:`MAX_TILES` work items go over the tiles up to seven times, so many at a time.
+length with a stable counting sort, longest first, and divides the KV of some tiles into splits. In plans with capacity
+for more than :data:`MAX_TILES` work items it goes over the tiles up to seven times, :data:`CHUNK_TILES` at a time.
 """
 
 from __future__ import annotations
