@@ -141,10 +141,10 @@ def _prefill_plan(
 
 
 def expected_keys(longest: int | Tensor | None) -> int | None:
-    """The most keys of one request as the caller says, ``longest``, on which no result may depend; None for 0.
+    """``longest``, the most keys of one request as the caller says. No result may depend on it.
 
-    None when traced: a graph would be compiled again for another number. The capacity of the tables or keys counts
-    then.
+    None where it is not known, and in traced calls: another number would compile another graph. Plans are then for the
+    capacity of the tables or keys.
     """
     return None if is_traced() or isinstance(longest, Tensor) else longest or None
 

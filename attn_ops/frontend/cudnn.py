@@ -179,6 +179,8 @@ def cudnn_batch_prefill_with_kv_cache(
             differences of ``batch_offsets_q`` and ``batch_offsets_k [batch + 1]``, which are then in tokens.
         scale: the softmax scale; ``q_scale``, ``k_scale`` multiply it, ``v_scale`` the output: one value each, or one
             per head with an FP8 query.
+        max_sequence_kv: no result depends on it beyond rounding. A small number lets a kernel for few keys run, in
+            eager calls on Hopper.
         o_data_type: dtype of the output; default that of ``q``, or of an FP8 ``out``.
         batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
         lse: a buffer ``[nnz_qo, num_qo_heads]``, or padded ``[batch, max_token_per_sequence, num_qo_heads]``.

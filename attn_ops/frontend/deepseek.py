@@ -286,6 +286,8 @@ def trtllm_ragged_attention_deepseek(
             dtype are copied in that dtype, which is exact.
         bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         batch_size: requests of ``cum_seq_lens_q``.
+        max_kv_len: no result depends on it beyond rounding. A small number lets a kernel for few keys run, in eager
+            calls on Hopper.
         is_causal: aligned bottom-right. ``attention_sinks``: float32 ``[num_qo_heads]``.
 
     Returns:

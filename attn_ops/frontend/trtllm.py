@@ -371,6 +371,8 @@ def trtllm_batch_context_with_kv_cache(
         query: ``[nnz_qo, num_qo_heads, head_dim]``, of request b the rows ``cum_seq_lens_q[b]`` to ``[b + 1]``.
         kv_cache, block_tables, seq_lens, scales: as for :func:`trtllm_batch_decode_with_kv_cache`.
         batch_size: rows of ``block_tables``.
+        max_kv_len: no result depends on it beyond rounding. A small number lets a kernel for few keys run, in eager
+            calls on Hopper.
         causal: aligned bottom-right.
 
     Returns:

@@ -10,7 +10,7 @@
 // Lane i of a warp also has candidate i in step 3, and bucket i in steps 4 and 5.
 //
 // kernels/reference/plan.py says what the integers mean. Macros are THREADS, ONE_CHUNK if each thread has one tile at
-// most, and the constants of attn_ops/plan/state.py.
+// most, MAX_REQUESTS and MAX_ITEMS of a plan, COPY_PAGES, and the constants of attn_ops/plan/state.py.
 #include "basics.cuh"
 #include "schedule.cuh"
 
@@ -19,8 +19,8 @@ namespace {
 
 constexpr int kThreads = THREADS, kWarps = kThreads / 32;
 constexpr int kBlock = KV_BLOCK, kBuckets = LENGTH_BUCKETS, kCandidates = SPLIT_CANDIDATES;
-constexpr int kNotSplit = 1 << 30;  // KV blocks of the longest split of a tile that is not split
-constexpr int kPagesOfCta = 4096;   // page numbers that a CTA copies
+constexpr int kNotSplit = 1 << 30;       // KV blocks of the longest split of a tile that is not split
+constexpr int kPagesOfCta = COPY_PAGES;  // page numbers that a CTA copies
 static_assert(kBuckets == 32 && kCandidates == 32);
 
 enum SplitTile { kTileRow, kTileRows, kTileSlot, kTileSlots, kSplitTileStride };

@@ -11,6 +11,7 @@ from attn_ops.kernels.triton.query_tiles import (
     BUCKETS,
     NOT_SPLIT,
     after_first,
+    items_of_buckets,
     kv_blocks,
     length_bucket,
     locate_tiles,
@@ -42,8 +43,7 @@ def tiles_to_divide(num_tiles, limit, lengths, wave, TILING: tl.constexpr, SHARD
         count = tl.zeros((BUCKETS,), tl.int32)
         for first in range(0, limit, TILING.TILES):
             used, _, _, _, _, begin, end = locate_tiles(first, num_tiles, lengths, TILING, SHARD)
-            bucket = length_bucket(end - begin, longest, used)
-            count += tl.sum((bucket[:, None] == tl.arange(0, BUCKETS)[None, :]).to(tl.int32), 0)
+            count += items_of_buckets(length_bucket(end - begin, longest, used), used.to(tl.int32))
         in_whole_waves = num_tiles // wave * wave
         first_bucket = tl.sum((tl.cumsum(count, 0) <= in_whole_waves).to(tl.int32), 0)
         skip = in_whole_waves - tl.sum(tl.where(tl.arange(0, BUCKETS) < first_bucket, count, 0), 0)

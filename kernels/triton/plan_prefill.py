@@ -7,6 +7,8 @@ for more than :data:`MAX_TILES` work items it goes over the tiles up to seven ti
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
@@ -220,6 +222,39 @@ def tiles_at_a_time(max_items: int) -> int:
     return CHUNK_TILES
 
 
+def shared_arguments(
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    seq_lens: Tensor | None,
+    p: PrefillPlan,
+) -> dict[str, Any]:
+    """Arguments that the Triton and the CUDA kernel share: the batch, the plan and its capacities."""
+    max_split_tiles = p.split_tiles.shape[0]
+    return {
+        "qo_indptr": qo_indptr,
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "last_page_len": kv_last_page_len,
+        "seq_lens": seq_lens,
+        "plan_qo_indptr": p.qo_indptr,
+        "plan_kv_indptr": p.kv_indptr,
+        "plan_kv_indices": p.kv_indices,
+        "plan_kv_len": p.kv_len,
+        "work": p.work,
+        "split_tiles": p.split_tiles,
+        "queue": p.queue,
+        "batch": kv_indptr.shape[0] - 1,
+        "num_indices": kv_indices.shape[0],
+        "max_batch": p.kv_len.shape[0],
+        "max_pages": p.kv_indices.shape[0] or INT32_MAX,
+        "max_items": p.work.shape[0],
+        "max_split_tiles": max_split_tiles,
+        "wave": at_least(tiles_per_wave(PlanProblem.of(p.problem), 2 * max_split_tiles), 1),
+    }
+
+
 def plan_prefill(
     qo_indptr: Tensor,
     kv_indptr: Tensor,
@@ -230,44 +265,23 @@ def plan_prefill(
     seq_lens: Tensor | None = None,
 ) -> None:
     p = PrefillPlan(*plan)
-    problem = PlanProblem.of(p.problem)
-    max_batch, max_pages = p.kv_len.shape[0], p.kv_indices.shape[0]
+    problem, max_batch, max_items = PlanProblem.of(p.problem), p.kv_len.shape[0], p.work.shape[0]
     if not is_published(max_batch):
         plan_in_closed_form(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, plan, seq_lens=seq_lens)
         return
-    block_batch = triton.next_power_of_2(max_batch)
-    max_items, max_split_tiles = p.work.shape[0], p.split_tiles.shape[0]
-    tiles = tiles_at_a_time(max_items)
-    num_indices, pdl = kv_indices.shape[0], supports_pdl(kv_indptr)
+    block_batch, tiles = triton.next_power_of_2(max_batch), tiles_at_a_time(max_items)
+    pdl = supports_pdl(kv_indptr)
     launch(
         plan_prefill_kernel,
-        (1 + triton.cdiv(num_indices, COPY_PAGES),),
+        (1 + triton.cdiv(kv_indices.shape[0], COPY_PAGES),),
         Options(min(MAX_WARPS, max(MIN_WARPS, tiles // 32, block_batch // 32)), launch_pdl=pdl),
-        qo_indptr=qo_indptr,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        last_page_len=kv_last_page_len,
-        seq_lens=seq_lens,
-        plan_qo_indptr=p.qo_indptr,
-        plan_kv_indptr=p.kv_indptr,
-        plan_kv_indices=p.kv_indices,
-        plan_kv_len=p.kv_len,
-        work=p.work,
-        split_tiles=p.split_tiles,
-        queue=p.queue,
-        batch=kv_indptr.shape[0] - 1,
-        num_indices=num_indices,
-        max_batch=max_batch,
-        max_pages=max_pages or INT32_MAX,
-        max_items=max_items,
-        max_split_tiles=max_split_tiles,
-        wave=at_least(tiles_per_wave(problem, 2 * max_split_tiles), 1),
+        **shared_arguments(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, seq_lens, p),
         PAGE_SIZE=problem.page_size,
         TILING=Tiling(problem.tile_rows, problem.window, problem.ahead, block_batch, tiles),
         SHARD=shard_of(problem),
         CTAS=problem.num_kv_heads * ctas_of_tile(problem),
         CLUSTER_SPLITS=planned_cluster_splits(p),
-        HAS_SPLITS=not statically_known_true(max_split_tiles == 0),
+        HAS_SPLITS=not statically_known_true(p.split_tiles.shape[0] == 0),
         SPLIT_BLOCKS=problem.split // KV_BLOCK,
         ONE_CHUNK=statically_known_true(max_items <= tiles),
         COPY_PAGES=COPY_PAGES,

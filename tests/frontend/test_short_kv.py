@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.cuda_graph_steps import STEPS, replays
 from helpers.page_tables import indptr
+from helpers.wrapper_requests import int32
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -130,6 +131,20 @@ def test_plans_of_block_tables(width: int, longest: int, dtype: str, expected: b
         cum_seq_lens_kv=indptr((20, 30)),
     )
     assert planned == [expected]
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(512, True), (513, False)])
+def test_plans_of_ragged_functions(longest: int, expected: bool, planned: list[bool]) -> None:
+    rows, keys = (3, 4), (500, 40)
+    q, k = torch.ones(sum(rows), 4, 64).bfloat16(), torch.ones(sum(keys), 2, 64).bfloat16()
+    attn_ops.trtllm_ragged_attention_deepseek(
+        q, k, k, None, int32(*keys), 4, longest, 0.1, 1.0, None, 2, -1, indptr(rows), indptr(keys), None, True, False
+    )
+    attn_ops.cudnn_batch_prefill_with_kv_cache(
+        q, k, k, 0.1, None, max_token_per_sequence=4, max_sequence_kv=longest, actual_seq_lens_q=int32(*rows),
+        actual_seq_lens_kv=int32(*keys), causal=True, return_lse=False,
+    )  # fmt: skip
+    assert planned == [expected, expected]
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(512, True), (torch.tensor(512), False), (513, False)])
