@@ -35,27 +35,28 @@ class PlanSource(Protocol):
     def check(self, call: AttentionCall) -> None:
         """Raise unless the call's tensors are those that the plan is for."""
 
-    def resolve(self, options: AttentionOptions) -> tuple[Planned | tuple[()], AttentionOptions]:
-        """The op's plan arguments, and the options of the call, which may depend on the plan."""
+    def resolve(self, options: AttentionOptions) -> tuple[Planned | tuple[int], AttentionOptions]:
+        """The op's arguments after its tensors, and the options of the call, which may depend on the plan."""
 
 
 class Planned(NamedTuple):
-    """A plan and its workspace, as the ops take them; ops without a plan take neither."""
+    """A plan and its workspace, as the ops with a plan take them."""
 
     plan: DecodePlan | PrefillPlan
     workspace: Tensor
 
 
 class Unplanned(NamedTuple):
-    """The plan source of an op that needs no plan: one request."""
+    """The plan source of an op that needs no plan: requests of equal lengths."""
 
     head_dims: tuple[int, int]
+    batch_size: int = 1
 
     def check(self, call: AttentionCall) -> None:
         return None
 
-    def resolve(self, options: AttentionOptions) -> tuple[tuple[()], AttentionOptions]:
-        return (), options
+    def resolve(self, options: AttentionOptions) -> tuple[tuple[int], AttentionOptions]:
+        return (self.batch_size,), options
 
 
 class AttentionCall(NamedTuple):

@@ -51,6 +51,7 @@ from attn_ops.frontend.flash.scheduler import get_scheduler_metadata
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import Scale
 from attn_ops.frontend.shared_plans import SharedPlans
+from attn_ops.symbolic_sizes import agree
 from attn_ops.typed import typed
 
 __all__ = [
@@ -438,7 +439,7 @@ def flash_attn_combine(
     positive(where, sets=out_partial.shape[0] if out_partial.dim() else 1)
     if out_partial.dim() != 4:
         ranked(where, "out_partial", out_partial, "[sets, batch, seqlen, num_heads, head_dim]")
-    if lse_partial.shape != out_partial.shape[:-1]:
+    if not agree(lse_partial.shape, out_partial.shape[:-1]):
         expected = f"{shape_of(out_partial.shape[:-1])}, as out_partial"
         fail(ShapeError, where, f"lse_partial is {shape_of(lse_partial)}", expected, "correct it")
     rows_shape = tuple(out_partial.shape[1:-2])

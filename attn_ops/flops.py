@@ -94,6 +94,7 @@ def single_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    batch_size: int = 1,
     *,
     causal: bool = False,
     window_left: int = -1,
@@ -102,8 +103,10 @@ def single_prefill(
     kv_layout: str = "NHD",
     **_: Any,
 ) -> int:
-    rows, keys = (torch.tensor([n], device="cpu") for n in (q.shape[0], k.shape[DENSE_DIMS[kv_layout].token]))
-    return _attention(q, v, visible_pairs(rows, keys, causal and mask is None, window_left, window_right))
+    sizes = q.shape[0], k.shape[DENSE_DIMS[kv_layout].token]
+    rows, keys = (torch.tensor([n // batch_size], device="cpu") for n in sizes)
+    pairs = visible_pairs(rows, keys, causal and mask is None, window_left, window_right)
+    return _attention(q, v, batch_size * pairs)
 
 
 @register_flop_formula(torch.ops.attn.batch_mla, get_raw=True)

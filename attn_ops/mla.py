@@ -42,6 +42,7 @@ from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, bounded, mla_s
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import PrefillPlan
+from attn_ops.symbolic_sizes import holds
 from attn_ops.typed import typed
 
 __all__ = [
@@ -430,7 +431,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         table = block_table(where, names.table, page_table, q.device)
         batch = table.shape[0]
         q_len = q.shape[0] // max(1, batch)
-        if q.shape[0] != batch * q_len:
+        if not holds(q.shape[0] == batch * q_len):
             fail(
                 ShapeError,
                 where,

@@ -47,6 +47,7 @@ from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.symbolic_sizes import agree
 from attn_ops.typed import typed
 
 __all__ = [
@@ -159,7 +160,7 @@ def single_prefill_call(
 
 def _check_mask_shape(where: str, mask: Tensor | None, qo_len: int, kv_len: int) -> None:
     """Raise unless ``mask`` is flat or ``[qo_len, kv_len]``."""
-    if mask is not None and mask.dim() != 1 and tuple(mask.shape) != (qo_len, kv_len):
+    if mask is not None and mask.dim() != 1 and not agree(mask.shape, (qo_len, kv_len)):
         fail(ShapeError, where, f"custom_mask is {shape_of(mask)}", f"[{qo_len}, {kv_len}], or flat", "reshape it")
 
 

@@ -13,6 +13,7 @@ from attn_ops.errors import DeviceError, DTypeError, PlanError, RankError, Shape
 from attn_ops.ops.options import FLOATS, LOG2E
 from attn_ops.plan.context import context_group
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
+from attn_ops.symbolic_sizes import agree
 from attn_ops.typed import typed
 
 __all__ = ["merge_context"]
@@ -110,7 +111,7 @@ def _check(
             _check_device(out, name, t)
     if out.dim() != 3:
         fail(ShapeError, where, f"out is {list(out.shape)}", "[rows, num_heads, head_dim]", "reshape it")
-    if lse.shape != out.shape[:2]:
+    if not agree(lse.shape, out.shape[:2]):
         fail(
             ShapeError,
             where,

@@ -81,6 +81,7 @@ def check_block_table(
     ``table [batch, width]``, ``tokens`` and ``first [batch, 1]`` or ``[1, 1]`` are on the host.
     """
     column, page_size = torch.arange(table.shape[1], device="cpu"), max(1, page_size)
+    tokens, first = tokens.long(), first.long()
     used = (column < -(-tokens // page_size)) & (column >= first // page_size)
     wrong = used & ((table < 0) | (table >= pages))
     if wrong.any():

@@ -18,6 +18,7 @@ from attn_ops.frontend.outputs import OutputSpec, PaddedLse
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import cumulative, seen
+from attn_ops.symbolic_sizes import holds
 from attn_ops.typed import typed
 
 NAMES = TableNames("block_tables", "actual_seq_lens_kv", None)
@@ -225,7 +226,7 @@ def cudnn_batch_prefill_with_kv_cache(
     else:
         _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
         tables = block_table(where, "block_tables", block_tables, q.device)
-        if actual_seq_lens_q.numel() != tables.shape[0]:
+        if not holds(actual_seq_lens_q.numel() == tables.shape[0]):
             shown = f"actual_seq_lens_q has {actual_seq_lens_q.numel()} lengths"
             fail(ShapeError, where, shown, f"{tables.shape[0]}, the rows of block_tables", "correct it")
         batch = tables, actual_seq_lens_kv, qo_indptr

@@ -24,6 +24,7 @@ from attn_ops.frontend.arguments import required
 from attn_ops.gpu import is_capturing
 from attn_ops.plan.page_table import PageTable, real, seen
 from attn_ops.plan.state import PrefillPlan
+from attn_ops.symbolic_sizes import holds
 
 
 def packed_mask(
@@ -117,7 +118,7 @@ def _check(
     """Raise unless ``mask`` is a vector of one of ``dtypes`` with ``length`` elements, None for any length."""
     if mask.dtype not in dtypes:
         fail(DTypeError, where, f"{name} is {dtype_name(mask.dtype)}", dtype_name(dtypes[0]), "convert it")
-    if mask.dim() != 1 or (length is not None and mask.shape[0] != length):
+    if mask.dim() != 1 or (length is not None and not holds(mask.shape[0] == length)):
         expected = f"{'one dimension' if length is None else shape_of([length])}, {meaning}"
         fail(ShapeError, where, f"{name} is {shape_of(mask)}", expected, "make it of that length")
 

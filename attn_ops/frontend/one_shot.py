@@ -148,11 +148,12 @@ def unplanned_call(
     output: OutputSpec,
     scales: ScaleFactors,
     *,
+    batch_size: int = 1,
     kv_layout: str = "NHD",
     backend: str = "auto",
 ) -> AttentionCall:
-    """The call of one request, with tensors as for :func:`dense_call`, whose keys are not split."""
-    source = Unplanned((tensors[0].shape[-1], tensors[2].shape[-1]))
+    """The call of requests of equal lengths, with tensors as for :func:`dense_call`, whose keys are not split."""
+    source = Unplanned((tensors[0].shape[-1], tensors[2].shape[-1]), batch_size)
     return AttentionCall(where, "single_prefill", tensors, source, options, output, scales, kv_layout, backend)
 
 
@@ -177,7 +178,7 @@ def dense_call(
         options = options._replace(causal=False)  # the mask replaces it
     rows, kv_len, device = q.shape[0], k.shape[0], q.device
     spec = ragged_spec(q, k, v, options)
-    if not agree(k.shape[:2], v.shape[:2]) or not splits_pay(spec, rows, kv_len, device):
+    if not agree(k.shape[:2], v.shape[:2]) or not splits_pay(spec, 1, rows, kv_len, device):
         return unplanned_call(where, tensors, options, output, scales, kv_layout=kv_layout, backend=backend)
     decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
     if decode:

@@ -13,7 +13,7 @@ from attn_ops.eager.interposition import check_no_grad, is_traced
 from attn_ops.errors import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype
 from attn_ops.ops.options import FP8, saturate
-from attn_ops.symbolic_sizes import same_elements
+from attn_ops.symbolic_sizes import agree, same_elements
 
 LSE_BASES = {"log2": 1.0, "ln": math.log(2)}
 """``lse_base`` -> the factor that converts an LSE of base 2."""
@@ -154,7 +154,7 @@ def check_buffer(
     where: str, name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise unless a buffer of the caller is of this shape and dtype, on the query's device, and without overlap."""
-    if tuple(buffer.shape) != tuple(shape):
+    if not agree(buffer.shape, shape):
         fail(ShapeError, where, f"{name} is {shape_of(buffer)}", shape_of(shape), f"pass such a buffer, or no {name}")
     if buffer.dtype != dtype or not buffer.is_floating_point():
         fail(

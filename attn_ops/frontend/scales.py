@@ -14,6 +14,7 @@ from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedE
 from attn_ops.frontend.arguments import finite
 from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR, softmax_scale
 from attn_ops.plan.page_table import seen
+from attn_ops.symbolic_sizes import any_zero
 
 Scale = float | Tensor | None
 
@@ -166,7 +167,7 @@ def fold(
         finite(where, f"the product of the output's scales ({_names(values)})", output)
     query: Tensor | None = None
     result: float | Tensor = output
-    if key is not None and key.numel() == 0:
+    if key is not None and any_zero(*key.shape):
         key = None
     if key is not None and key.dim():  # kv_scale has the largest factor, and the query the ratios to it
         largest = key.abs().amax().clamp(min=MIN_SCALAR)

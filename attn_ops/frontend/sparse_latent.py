@@ -16,6 +16,7 @@ from attn_ops.errors import OptionError, PageTableError, ShapeError, fail, shape
 from attn_ops.frontend.arguments import given_tensor
 from attn_ops.frontend.block_tables import lengths
 from attn_ops.plan.page_table import as_int32, seen
+from attn_ops.symbolic_sizes import agree
 
 
 class SparseTokens(NamedTuple):
@@ -52,7 +53,7 @@ class SparseTokens(NamedTuple):
         front.
         """
         table = given_tensor(where, "block_tables", block_tables, device)
-        if table.shape != (*rows_shape, self.top_k):
+        if not agree(table.shape, (*rows_shape, self.top_k)):
             expected = f"{[*rows_shape, self.top_k]}, sparse_mla_top_k tokens of each query row"
             fail(ShapeError, where, f"block_tables is {shape_of(table)}", expected, "correct one of them")
         rows = math.prod(rows_shape)  # Size.numel() would make a traced size constant

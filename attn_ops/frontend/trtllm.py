@@ -41,6 +41,7 @@ from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import AttentionOptions, bounded
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import cumulative, seen
+from attn_ops.symbolic_sizes import agree, holds
 from attn_ops.typed import typed
 
 
@@ -151,7 +152,7 @@ class _Decode(NamedTuple):
             expected = f"a multiple of the {tables.num_kv_heads} KV heads"
             fail(ShapeError, where, f"query has {query.shape[1]} heads", expected, "correct it")
         by_head = self.block_tables.shape[:2]
-        if given_tensor(where, "seq_lens", self.seq_lens, query.device).shape != by_head:
+        if not agree(given_tensor(where, "seq_lens", self.seq_lens, query.device).shape, by_head):
             shown, expected = f"seq_lens is {shape_of(self.seq_lens)}", f"{shape_of(by_head)}, as block_tables"
             fail(ShapeError, where, shown, expected, "pass lengths of each KV head")
         if seen(self.block_tables):
@@ -393,7 +394,7 @@ def trtllm_batch_context_with_kv_cache(
     caches, tables = _caches_and_table(where, *given, seq_lens, window_left)
     check_dtypes(where, query, *caches)
     integers(where, batch_size=batch_size)
-    if tables.shape[0] != batch_size:
+    if not holds(tables.shape[0] == batch_size):
         fail(
             ShapeError,
             where,

@@ -331,6 +331,7 @@ def single_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    batch_size: int = 1,
     *,
     sm_scale: float | None = None,
     logits_soft_cap: float = 0.0,
@@ -348,16 +349,18 @@ def single_prefill(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Query rows of one request over its keys and values, without a plan. One query row is a decode step. Keys are not
-    split: for few rows over many keys, ``single_prefill_with_kv_cache`` and ``single_decode_with_kv_cache`` make a plan
-    that splits them over the GPU.
+    """Query rows of one request, or of several requests of equal lengths, over their keys and values, without a plan.
+    One query row is a decode step. Keys are not split: for few rows over many keys, ``single_prefill_with_kv_cache``,
+    ``single_decode_with_kv_cache`` and ``flash_attn_func`` make a plan that splits them over the GPU.
 
     Args:
-        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows. With FP8
-            queries, probabilities may be rounded to FP8 (docs/guide/fp8.md).
-        k: NHD ``[kv_len, num_kv_heads, head_dim]``, HND ``[num_kv_heads, kv_len, head_dim]``; as ``q``, or
-            float8_e4m3fn, float8_e5m2. Keys.
+        q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of all requests,
+            in order. With FP8 queries, probabilities may be rounded to FP8 (docs/guide/fp8.md).
+        k: NHD ``[nnz_kv, num_kv_heads, head_dim]``, HND ``[num_kv_heads, nnz_kv, head_dim]``; as ``q``, or
+            float8_e4m3fn, float8_e5m2. Keys of all requests, in order.
         v: as ``k``, with a head_dim of its own; as ``k``. Values.
+        batch_size: The number of requests. Each has ``nnz_qo / batch_size`` query rows and ``kv_len = nnz_kv /
+            batch_size`` keys.
         sm_scale: Factor on ``q·k``; None is ``1/sqrt(head_dim)`` of the keys.
         logits_soft_cap: ``c > 0`` replaces each scaled logit ``x`` by ``c·tanh(x/c)``; 0 is off.
         window_left: A query row sees at most this many keys before its own position; -1 is no window.
@@ -370,8 +373,8 @@ def single_prefill(
         causal: Hide later keys. The last query row has the position of the last key, whatever the two lengths.
         window_right: A query row sees at most this many keys after its own position; -1 is no window. Without effect
             where ``causal`` hides those keys.
-        mask: ``[ceil(nnz_qo·kv_len / 8)]``; uint8. Packed custom mask, which replaces ``causal``: row-major bits,
-            little-endian. A set bit keeps the key.
+        mask: ``[ceil(nnz_qo·kv_len / 8)]``; uint8. Packed custom mask, which replaces ``causal``: row-major bits of
+            ``[nnz_qo, kv_len]``, little-endian. A set bit keeps the key.
         out_dtype: The dtype of the output: any of ``q``'s dtypes, float8_e4m3fn or float8_e5m2; None is that of ``q``.
             A result beyond the range of an FP8 dtype becomes its largest number.
         kv_layout: ``NHD`` or ``HND``: the order of tokens (N) and heads (H) in a page or in a ragged tensor.
@@ -387,6 +390,7 @@ def single_prefill(
         q,
         k,
         v,
+        batch_size,
         sm_scale=sm_scale,
         logits_soft_cap=logits_soft_cap,
         window_left=window_left,

@@ -43,7 +43,8 @@ SCHEMAS: dict[str, str] = {
         f"{options_schema('ragged_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
     ),
     "single_prefill": (
-        f"(Tensor q, Tensor k, Tensor v, *, {options_schema('single_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
+        "(Tensor q, Tensor k, Tensor v, SymInt batch_size=1, *, "
+        f"{options_schema('single_prefill')}, {_LAYOUT}) -> (Tensor, Tensor)"
     ),
     "block_sparse_prefill": (
         "(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, *, "

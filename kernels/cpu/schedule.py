@@ -84,7 +84,7 @@ class Pages(NamedTuple):
 
 
 WHOLE = Pages(1, None, 0)
-"""The keys of one request, without a page table: one page has them all."""
+"""The keys of requests without a page table: page r has all those of request r."""
 
 
 class KernelCall(NamedTuple):
@@ -130,6 +130,19 @@ def _kernel_call(
     causal = window.is_triangle(position, rows)
     masked = not causal and (begin, first_end) != (last_begin, end)
     return KernelCall(first, rows * requests, requests, begin, end, position, causal, window if masked else None)
+
+
+def of_requests(batch_size: int, rows: int, length: int, most_tokens: int, bounds: KeyBounds) -> Iterator[KernelCall]:
+    """The kernel calls of requests of ``rows`` rows and ``length`` tokens, whose keys are :data:`WHOLE` pages.
+
+    Rows that see no key are in no kernel call.
+    """
+    at_once = max(1, most_tokens // length) if rows == 1 or _attend_together(bounds, rows, length) else 1
+    for first in range(0, batch_size, at_once):
+        requests = min(at_once, batch_size - first)
+        call = _kernel_call(first * rows, rows, requests, length - rows, length, bounds)
+        if call is not None:
+            yield call._replace(pages=Pages(1, None, first))
 
 
 def _attend_together(bounds: KeyBounds, rows: int, length: int) -> bool:

@@ -409,26 +409,36 @@ def single_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    batch_size: int = 1,
     *,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     **options: Any,
 ) -> Run:
     def as_pages(t: Tensor) -> Tensor:
-        return _tokens(t, kv_layout).unsqueeze(0)
+        tokens = _tokens(t, kv_layout)
+        return tokens.unflatten(0, (batch_size, tokens.shape[0] // batch_size))
 
     form = Form.of(q, q.shape[2], v.shape[-1], return_lse, AttentionOptions(**options), bases.shape)
-    of_q, *of_kv = bases.tensors
+    of_q, *of_kv = bases.tensors[:3]
     query = View.of(q, of_q)
     readers = [Reader(t, base, as_pages, i) for i, (t, base) in enumerate(zip((k, v), of_kv, strict=True))]
     length = readers[0].page_size
     if q.shape[0] == 0 or length == 0:
         return _left_to_reference
-    call = schedule.of_request(form.rows, length, form.bounds)
-    steps = () if call is None else (Step.of(query, readers, call),)
+    most_tokens = schedule.MAX_ELEMENTS // (readers[0].heads * q.shape[2])
+    calls = schedule.of_requests(batch_size, form.rows // batch_size, length, most_tokens, form.bounds)
+    steps = tuple(Step.of(query, readers, call) for call in calls)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, kv_scale: Tensor | None = None, **_: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch_size: int = 1,
+        *,
+        sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+        **_: Any,
     ) -> Result | None:
         return _attend(form, (q, k, v), steps, sinks, kv_scale)
 

@@ -281,10 +281,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM_VO]
     float* lse,                               // [rows, num_kv_heads * group] or null
     float* partial,  // [slots, tile_rows, num_kv_heads * group, HEAD_DIM_VO], then LSE [slots, tile_rows, heads]
-    const int* qo_indptr,                     // [max_batch + 1]; qo_indptr, kv_indices and work: null without a plan
+    const int* qo_indptr,                     // [max_batch + 1]. Null without a plan, as kv_indices, work and queue:
+                                              // all requests then have equal lengths
     const int* kv_indices,                    // [max_pages]
     const int* work,                          // [max_items, kWorkStride]
-    int* queue,                               // [kQueueSize] or null without a plan
+    int* queue,                               // [kQueueSize]
     float scale, float cap,                   // scale and soft cap of the logits; 0: no soft cap
     int window_left, int window_right,        // tokens that a row sees before and after its position; kNone: all
     int rows,
@@ -292,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
     int num_pages,
 #else
     int kv_rows,
+    int request_rows, int request_keys,       // query rows and keys of each request, without a plan
 #endif
     int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
@@ -338,6 +340,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
       .max_items = max_items, .max_batch = max_batch, .num_kv_heads = num_kv_heads, .group = group,
       .page_size = page_size, .box = box, .tile_rows = tile_rows, .unit_rows = equal_unit_rows(tile_rows * group),
       .num_items = (rows + tile_rows - 1) / tile_rows + max_batch + slots, .slots = slots, .queue = queue,
+#if !PAGED
+      .request_rows = request_rows, .request_keys = request_keys,
+#endif
 #if CUSTOM_MASK
       .mask = mask, .mask_bytes = mask_bytes, .kv_len = kv_len,
 #endif

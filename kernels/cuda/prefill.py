@@ -45,6 +45,7 @@ from attn_ops.plan.sizing import (
     takes_three_consumers,
 )
 from attn_ops.plan.state import PlanProblem, PrefillPlan
+from attn_ops.symbolic_sizes import has_static_value
 
 PACKED_ROWS = 64
 """Packed rows of a consumer warpgroup."""
@@ -86,7 +87,7 @@ def _kernel(loads: str, custom_mask: bool, further: Mapping[str, str]) -> Kernel
         **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "window_right", "rows"), "i32"),
-        "kv_rows" if loads == "ragged" else "num_pages": "i32",
+        **dict.fromkeys(("kv_rows", "request_rows", "request_keys") if loads == "ragged" else ("num_pages",), "i32"),
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("num_kv_heads", "group", "page_size"), "i32"),
@@ -430,9 +431,12 @@ def ragged_map(
 
 def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bool) -> dict[str, Any]:
     """The kernel arguments of keys and values, by the parameters' names."""
-    pages = {} if loads == "ragged" else {"num_pages": x.k.shape[0]}
+    sizes = {"num_pages": x.k.shape[0]}
+    if loads == "ragged":
+        rows, keys = (size // x.batch_size for size in (x.q.shape[0], x.kv_rows))
+        sizes = {"kv_rows": x.kv_rows, "request_rows": rows, "request_keys": keys}
     if loads == "tokens":
-        return {"k": x.k, "v": x.v, **pages, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
+        return {"k": x.k, "v": x.v, **sizes, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
     paged = loads == "pages"
     box = box_of_pages(page_size, tile.box) if paged else tile.box
     (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
@@ -443,7 +447,7 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bo
         for columns in (Columns.of(t, tile.row_bytes, padded),)
     )
     steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
-    return {"k": k, "v": v, "box": box, **(pages or {"kv_rows": x.kv_rows}), **steps}
+    return {"k": k, "v": v, "box": box, **sizes, **steps}
 
 
 def fp8_arguments(x: Operands, kv_scale: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -478,7 +482,10 @@ def _is_short_kv(x: Operands, head_dims: tuple[int, int], plan: PrefillPlan | No
     """Whether the plan is for short KV; without a plan, whether a plan of the call would be."""
     if plan is not None:
         return bool(PlanProblem.of(plan.problem).short_kv)
-    return is_short_kv(*x.heads, head_dims, 1, x.q.shape[0], x.q.device, max_kv_len=x.kv_rows, causal=causal)
+    max_kv_len = x.kv_rows // x.batch_size
+    return is_short_kv(
+        *x.heads, head_dims, x.batch_size, x.q.shape[0], x.q.device, max_kv_len=max_kv_len, causal=causal
+    )
 
 
 def launch_tiles(
@@ -502,6 +509,9 @@ def launch_tiles(
     key = key_of_plan(key, packed_rows, _is_short_kv(x, dims, plan, o.causal))
     tile = TILE_OF[key]
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows)) * tile.unit_parts
+    of_request = x.q.shape[0] // x.batch_size
+    if plan is None and has_static_value(of_request):  # requests shorter than a query tile are divided into equal units
+        tile_rows = max(1, min(tile_rows, of_request))
     launch(
         SPECIALIZATIONS[key],
         (persistent_grid(num_units, x.q.device, tile.ctas_per_sm),),
@@ -516,7 +526,7 @@ def launch_tiles(
         out=out,
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
-        **plan_arguments(plan),
+        **plan_arguments(plan, x.batch_size),
         queue=None if plan is None else plan.queue,
         scale=softmax_scale(o.sm_scale, dims[0]),
         cap=o.logits_soft_cap,

@@ -1,6 +1,6 @@
 // Prefill: packed custom masks. A mask has a bit for each query row and KV token of a request: row after row, the
-// lowest bit of a byte first. Each request begins at a whole byte. Tokens whose bit would be after the last byte are
-// hidden.
+// lowest bit of a byte first. With a plan each request begins at a whole byte. Tokens whose bit would be after the last
+// byte are hidden.
 #pragma once
 
 #include "prefill_problem.cuh"
@@ -55,7 +55,7 @@ DEVICE uint32 tokens_before(int end) { return end >= 32 ? ~0u : end <= 0 ? 0 : (
 
 // One warp: `first` and `stride` of the mask of a unit whose first query row is row `row` of `q`.
 DEVICE UnitMask mask_of(const Problem& p, int request, int row) {
-  if (!p.kv_len) return {int64(row) * p.kv_rows, p.kv_rows};
+  if (!p.kv_len) return {int64(row) * p.request_keys, p.request_keys};
   if (uint32(request) >= uint32(p.max_batch)) return {};
   const auto wide = [](int x) { return uint64(int64(x)); };  // products of uint64 wrap, for any contents of a plan
   uint64 bytes = 0;                                          // bytes of the masks of the requests before
@@ -111,7 +111,7 @@ DEVICE uint32 seen_tokens(const Problem& p, const UnitMask& mask, int token) {
 constexpr int kTreeRows = 128;  // a mask of at most so many query rows is taken for a tree of draft tokens
 
 DEVICE int rows_of_request(const Problem& p, int request) {
-  if (!p.kv_len) return p.rows;
+  if (!p.kv_len) return p.request_rows;
   if (uint32(request) >= uint32(p.max_batch)) return 0;
   return int(uint32(p.qo_indptr[request + 1]) - uint32(p.qo_indptr[request]));  // wraps, for any contents of a plan
 }

@@ -234,6 +234,11 @@ struct Problem {
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
   int page_size, box, tile_rows, unit_rows, num_items, slots;
   int* queue;  // null without a plan
+#if PAGED
+  static constexpr int request_rows = 0, request_keys = 0;
+#else
+  int request_rows, request_keys;  // without a plan, of each of the `max_batch` requests
+#endif
 #if CUSTOM_MASK
   const unsigned char* mask;
   int64 mask_bytes;
@@ -247,6 +252,15 @@ struct Problem {
 #else
   static constexpr int head_dim_qk = kDimQk, head_dim_vo = kOutDim;
 #endif
+
+  DEVICE bool planned() const { return PAGED || queue; }
+  DEVICE int request_blocks() const { return (request_rows * group + block_rows() - 1) / block_rows(); }
+  // Blocks of a KV head that follow one another in the order of units. Without a plan they are those of a query tile,
+  // or if all rows see the same keys those of the request.
+  DEVICE int ordered_blocks() const {
+    if (planned()) return blocks();
+    return max(window_right == kNone ? request_blocks() : min(blocks(), request_blocks()), 1);
+  }
 
   DEVICE bool split_kv() const {
     return kConsumers > 1 && !kSharedRows && (kFewRows || tile_rows * group <= kPackedRows);
@@ -300,17 +314,23 @@ struct ItemCounts {
 // each unit: in these images other work of the same threads has the registers.
 constexpr bool kKeepsCounts = !(CUSTOM_MASK || FEW_ROWS || (KV_CP_ASYNC && PADDED));
 
-// The units of this CTA in order. The scheduler has it.
+// The units of this CTA in order. The scheduler has it. Units that read the same keys are neighbours.
 //
 // With a plan, CTA c begins with unit c, and takes the next units from a counter. Together the CTAs increment the
-// counter as often as there are units, so that the last increment sets it back to 0. The units of an item follow one
-// another, KV head by KV head, so that units which read the same keys are neighbours.
+// counter as often as there are units, so that the last increment sets it back to 0.
 struct Schedule : Walk<PAGED> {
   const ItemCounts kept;
   const FastDivide by_blocks, by_heads, by_group;
-
+#if PAGED
   DEVICE explicit Schedule(const Problem& p)
       : kept(p), by_blocks(p.blocks()), by_heads(p.num_kv_heads), by_group(p.group) {}
+#else
+  const FastDivide by_groups;  // without a plan: units of one group of blocks of all requests
+
+  DEVICE explicit Schedule(const Problem& p)
+      : kept(p), by_blocks(p.ordered_blocks()), by_heads(p.num_kv_heads), by_group(p.group),
+        by_groups(max(p.max_batch * p.num_kv_heads * by_blocks.divisor, 1)) {}
+#endif
 
   DEVICE ItemCounts counts(const Problem& p) const { return kKeepsCounts ? kept : ItemCounts(p); }
 
@@ -318,12 +338,17 @@ struct Schedule : Walk<PAGED> {
     return kKeepsCounts ? by.quotient(n) : n / by.divisor;
   }
 
+  DEVICE static FastDivide kept_or_new(const FastDivide& kept, uint32 divisor) {
+    return kKeepsCounts ? kept : FastDivide(divisor);
+  }
+
   DEVICE bool next(const Problem& p, Unit& unit) {
-    const int64 of_item = int64(p.num_kv_heads) * p.blocks() * UNIT_PARTS;
-    const int units = static_cast<int>(min(counts(p).all * of_item, int64(0x7FFFFFFF)));
+    const int64 of_heads = int64(p.num_kv_heads) * UNIT_PARTS;
+    const int64 of_head = p.planned() ? int64(counts(p).all) * p.blocks() : int64(p.max_batch) * p.request_blocks();
+    const int units = static_cast<int>(min(of_head * of_heads, int64(0x7FFFFFFF)));
     for (;;) {
-      const int64 u = p.queue && wave ? int64(gridDim.x) + atomic_increment(p.queue + kNextUnit, units - 1)
-                                      : unit_of_wave(wave, blockIdx.x, gridDim.x);
+      const int64 u = p.planned() && wave ? int64(gridDim.x) + atomic_increment(p.queue + kNextUnit, units - 1)
+                                          : unit_of_wave(wave, blockIdx.x, gridDim.x);
       if (u >= units) return false;
       ++wave;
       if (find(p, uint32(u), unit)) return true;
@@ -332,36 +357,52 @@ struct Schedule : Walk<PAGED> {
 
   // Unit number u. False if the unit has no rows.
   DEVICE bool find(const Problem& p, uint32 u, Unit& unit) const {
-    const ItemCounts items = counts(p);
-    const uint32 of_rows = u / UNIT_PARTS, of_heads = quotient(of_rows, by_blocks);
-    const uint32 item = quotient(of_heads, by_heads);
-    const int first_packed_row = (of_rows - of_heads * by_blocks.divisor) * p.block_rows();
-    const int first = quotient(first_packed_row, by_group);
-    unit.kv_head = of_heads - item * by_heads.divisor, unit.first_packed_row = first_packed_row, unit.first_row = first;
 #if UNIT_PARTS > 1
     unit.first_column = u % UNIT_PARTS * kDimVo;
 #endif
-    if (!locate(p, items, item, unit)) return false;
-    const int last = min(int(quotient(first_packed_row + p.block_rows() - 1, by_group)), unit.count - 1);
+    if (!p.planned())
+      find_without_plan(p, u / UNIT_PARTS, unit);
+    else if (!find_in_plan(p, u / UNIT_PARTS, unit))
+      return false;
+    const int first = quotient(unit.first_packed_row, by_group);
+    const int last = min(int(quotient(unit.first_packed_row + p.block_rows() - 1, by_group)), unit.count - 1);
     if (first > last) return false;
     const int last_end = max(min(unit.end, bound(unit.position, last + 1, p.window_right)), 0);
     const int from = max(unit.start, p.window_left == kNone ? 0 : bound(unit.position, first, -p.window_left));
+    unit.first_row = first;
     unit.start = max(min(PAGED ? from / p.box * p.box : from, last_end), 0);
     unit.end = last_end, unit.hidden = max(min(from, last_end) - unit.start, 0);
     return true;
   }
 
-  // Reads an item. False if the item has no rows.
-  DEVICE bool locate(const Problem& p, ItemCounts items, int item, Unit& unit) const {
-    if (p.queue) {
-      if (item >= items.planned) item += p.num_items - items.all;
-      return Walk::locate(p, item, unit) == item;
-    }
-    unit.row = (p.num_items - 1 - item) * p.tile_rows;
-    unit.count = min(p.rows - unit.row, p.tile_rows);
-    unit.start = 0, unit.end = p.kv_rows, unit.position = p.kv_rows - p.rows + unit.row;
-    unit.page_start = 0, unit.slot = -1, unit.request = 0;
-    return true;
+  // The units of a work item follow one another, KV head by KV head. False if the item has no rows.
+  DEVICE bool find_in_plan(const Problem& p, uint32 u, Unit& unit) const {
+    const ItemCounts items = counts(p);
+    const FastDivide blocks = kept_or_new(by_blocks, p.blocks());
+    const uint32 of_heads = quotient(u, blocks), of_items = quotient(of_heads, by_heads);
+    unit.first_packed_row = (u - of_heads * blocks.divisor) * p.block_rows();
+    unit.kv_head = of_heads - of_items * by_heads.divisor;
+    const int item = int(of_items) < items.planned ? of_items : of_items + p.num_items - items.all;
+    return locate(p, item, unit) == item;
+  }
+
+  // Requests of equal lengths; each is a work item. The last groups of blocks of all requests come first: if rows see
+  // no later keys, these see the most. The units of a group follow one another, KV head by KV head.
+  DEVICE void find_without_plan(const Problem& p, uint32 u, Unit& unit) const {
+#if !PAGED
+    const FastDivide of_group = kept_or_new(by_blocks, p.ordered_blocks());
+    const FastDivide of_groups = kept_or_new(by_groups, p.max_batch * p.num_kv_heads * of_group.divisor);
+    const uint32 group = quotient(u, of_groups), blocks = p.request_blocks() - group * of_group.divisor;
+    const uint32 count = min(of_group.divisor, blocks);  // blocks of the group; the first of a request may have fewer
+    u -= group * of_groups.divisor;
+    const uint32 head = count == of_group.divisor ? quotient(u, of_group) : u / count;
+    const uint32 request = quotient(head, by_heads);
+    unit.first_packed_row = (blocks - count + u - head * count) * p.block_rows();
+    unit.kv_head = head - request * by_heads.divisor, unit.request = request;
+    unit.row = request * p.request_rows, unit.count = p.request_rows;
+    unit.start = 0, unit.end = p.request_keys, unit.position = p.request_keys - p.request_rows;
+    unit.page_start = request * p.request_keys, unit.slot = -1;
+#endif
   }
 };
 

@@ -297,8 +297,8 @@ DEVICE void copy_queries(const Problem& p, const Queries& q, const Unit& unit, u
 // epilogue adds it to the LSE (`bias_rest`). With a soft cap, which is not linear, logits get the whole bias.
 // Sums wrap, for any contents of a plan; rows without a request have no keys.
 DEVICE void write_bias_rows(const Problem& p, const Unit& unit, QueryBlock& to) {
-  const bool planned = p.qo_indptr && uint32(unit.request) < uint32(p.max_batch);
-  const uint32 first = planned ? p.qo_indptr[unit.request] : 0;
+  const bool exists = uint32(unit.request) < uint32(p.max_batch);
+  const uint32 first = !exists ? 0 : p.planned() ? p.qo_indptr[unit.request] : unit.request * p.request_rows;
   const uint32 in_request = uint32(unit.row) + uint32(unit.first_row) - first;
   const uint32 position = uint32(unit.position) + uint32(unit.first_row);
   to.bias_row = int(p.has_cap ? in_request : position), to.bias_rest = int(uint32(to.bias_row) - in_request);

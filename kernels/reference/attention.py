@@ -322,19 +322,21 @@ def _row_ranges(rows: int, logits_per_row: int) -> list[tuple[int, int]]:
 
 
 def _not_one_row(t: Tensor) -> Tensor:
-    """``t``, with two rows of zeros behind the last if contents of tensors decide whether it has one row.
+    """``t [requests, rows, ...]``, with two rows of zeros after each request's last if contents of tensors decide
+    whether it has one row.
 
     Inductor's matrix products on the CPU depend on that.
     """
-    if not may_be_one(t.shape[0]):
+    if not may_be_one(t.shape[1]):
         return t
-    return torch.cat((bits(t), bits(t).new_zeros((2, *t.shape[1:])))).view(t.dtype)
+    return torch.cat((bits(t), bits(t).new_zeros((t.shape[0], 2, *t.shape[2:]))), 1).view(t.dtype)
 
 
 def single_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    batch_size: int = 1,
     *,
     mask: Tensor | None = None,
     kv_layout: str = "NHD",
@@ -342,17 +344,19 @@ def single_prefill(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     keys, values = (t if kv_layout == "NHD" else t.transpose(0, 1) for t in (k, v))
-    rows, length, opts = q.shape[0], keys.shape[0], AttentionOptions(**options)
+    rows, length, opts = q.shape[0] // batch_size, keys.shape[0] // batch_size, AttentionOptions(**options)
     if any_zero(rows, length):
         return _without_keys(q, k, v, return_lse, opts)
-    kv_len = torch.full((1,), length, device=q.device)
-    queries, keys, values = (_not_one_row(t)[None] for t in (q, keys, values))
+    kv_len = torch.full((batch_size,), length, device=q.device)
+    first_row = torch.arange(batch_size, device=q.device)[:, None] * rows
+    queries, keys, values = (_not_one_row(t.unflatten(0, (batch_size, -1))) for t in (q, keys, values))
     outs, lses = [], []
-    for begin, end in _row_ranges(queries.shape[1], length * q.shape[1]):
-        row = torch.arange(begin, end, device=q.device)[None]
-        custom_mask = None if mask is None else unpack(mask, kv_len * 0, row, kv_len, keys.shape[1])
+    for begin, end in _row_ranges(queries.shape[1], batch_size * length * q.shape[1]):
+        row = torch.arange(begin, end, device=q.device).expand(batch_size, -1)
+        custom_mask = None if mask is None else unpack(mask, kv_len * 0, first_row + row, kv_len, keys.shape[1])
         tiles = Tiles(queries[:, begin:end], row, row + length - rows, kv_len, custom_mask=custom_mask)
         out, lse = _attend(tiles, keys, values, opts)
-        outs.append(saturate(out[0], opts.out_dtype or q.dtype))
-        lses.append(lse[0])
-    return torch.cat(outs)[:rows], torch.cat(lses)[:rows] if return_lse else lses[0].new_empty(0)
+        outs.append(saturate(out, opts.out_dtype or q.dtype))
+        lses.append(lse)
+    out, lse = (torch.cat(parts, 1)[:, :rows].flatten(0, 1) for parts in (outs, lses))
+    return out, lse if return_lse else lse.new_empty(0)

@@ -280,7 +280,7 @@ def prefill_kernel(
     out,  # [rows, NUM_HEADS, DIM_VO]
     lse,  # float32 [rows, NUM_HEADS] or [0]
     partial,  # float32 [slots, TILE_ROWS, NUM_HEADS, DIM_VO], then the LSE without DIM_VO; None without a plan
-    qo_indptr,  # [max_batch + 1]; this and those below are None for a single request
+    qo_indptr,  # [max_batch + 1]; this and those below are None without a plan, when requests have equal lengths
     kv_indices,  # [max_pages]
     kv_len,  # [max_batch]
     work,  # [max_items, WORK_STRIDE]
@@ -369,10 +369,15 @@ def prefill_kernel(
             return
         row_in_request = row - tl.load(qo_indptr + request) + tile_row
     else:
-        row = (num_items - 1 - item) * TILE_ROWS
-        count, begin, end, position, page_start, slot = rows - row, 0, num_pages, num_pages - rows + row, 0, -1
-        count = tl.minimum(count, TILE_ROWS)
-        row_in_request = row + tile_row
+        qo_len, request_keys, tiles = rows // max_batch, num_pages // max_batch, num_items // max_batch
+        if FEATURES.CAUSAL or FEATURES.RIGHT:  # the last tiles of all requests first: they see the most keys
+            request, offset = item % max_batch, (tiles - 1 - item // max_batch) * TILE_ROWS
+        else:
+            request, offset = item // tiles, item % tiles * TILE_ROWS
+        row, page_start, position = request * qo_len + offset, request * request_keys, request_keys - qo_len + offset
+        begin, end, slot = 0, request_keys, -1
+        count = tl.minimum(qo_len - offset, TILE_ROWS)
+        row_in_request = offset + tile_row
     exists = (tile_row < count) & within(row + tile_row, rows)
     first_row = first_packed_row // SHAPE.GROUP
     last_row = tl.minimum((first_packed_row + BLOCK_M - 1) // SHAPE.GROUP, count - 1)
@@ -414,8 +419,10 @@ def prefill_kernel(
     factor = logit_scale * LOG2E if FOLD_SCALE else 1.0
     slope = alibi_slopes(head, SHAPE.LOG2_HEADS) if FEATURES.ALIBI else 0.0
     if MASK:
-        length = tl.load(kv_len + request) if PLANNED else num_pages
+        # Without a plan the bits are those of [rows, request_keys].
+        length = tl.load(kv_len + request) if PLANNED else request_keys
         bits_at = mask_offset(qo_indptr, kv_len, request, max_batch, 256) if PLANNED else 0
+        mask_row = row_in_request if PLANNED else row + tile_row
 
     row_max, row_sum, acc = empty_state(BLOCK_M, BLOCK_VO)
     start = begin // TILE.RUN * TILE.RUN if FEATURES.PAGED else begin
@@ -447,7 +454,7 @@ def prefill_kernel(
                 )  # fmt: skip
                 visible = visible & (n < tile_tokens)[None, :]
                 if MASK:
-                    visible = visible & mask_bits(mask, bits_at, row_in_request, length, tokens, mask_bytes)
+                    visible = visible & mask_bits(mask, bits_at, mask_row, length, tokens, mask_bytes)
                 logits = tl.where(visible, logits, float("-inf"))
             row_max, row_sum, p, alpha = online_softmax_update(row_max, row_sum, logits, factor, phase != 1, FTZ=False)
             value = key_a
@@ -520,7 +527,7 @@ def launch_tiles(
         lse=lse,
         partial=workspace,
         kv_len=None if plan is None else plan.kv_len,
-        **plan_arguments(plan),
+        **plan_arguments(plan, x.batch_size),
         scale=softmax_scale(o.sm_scale, dim_a + dim_b),
         cap=o.logits_soft_cap,
         window_left=o.window_left,

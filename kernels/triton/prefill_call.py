@@ -20,6 +20,7 @@ from torch import Tensor
 from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions, KVDims
 from attn_ops.plan.sizing import default_tile_rows, is_large_batch
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
+from attn_ops.symbolic_sizes import has_static_value
 
 
 class Operands(NamedTuple):
@@ -33,6 +34,7 @@ class Operands(NamedTuple):
     k_strides    of pages (0 without pages), tokens, heads; ``v_strides`` likewise
     kv_rows      tokens of ragged KV, 0 for paged KV
     shared       multi-head latent attention: ``k`` is part A of the keys and the values, ``v`` is part B of the keys
+    batch_size   without a plan: requests, of equal lengths
     """
 
     q: Tensor
@@ -45,6 +47,7 @@ class Operands(NamedTuple):
     v_strides: tuple[int, int, int]
     kv_rows: int
     shared: bool = False
+    batch_size: int = 1
 
 
 LaunchTiles = Callable[
@@ -54,7 +57,7 @@ LaunchTiles = Callable[
 """``(operands, out, lse, plan, workspace, tile_rows, num_items, options)``: launches a kernel on ``num_items`` items.
 
 A tile that is one item goes to ``out`` and, unless it has no elements, ``lse``; the partial results of a tile that is
-split go to ``workspace``. Without a plan the query rows are those of one request.
+split go to ``workspace``. Without a plan the requests have equal lengths.
 """
 
 
@@ -70,10 +73,11 @@ def attend(
     out, lse = allocate(x.q, x.k, x.k if x.shared else x.v, return_lse=return_lse, out_dtype=o.out_dtype)
     rows = x.q.shape[0]
     if plan is None:
-        dims = sum(x.dims[:2]), x.dims[2]
-        large = is_large_batch(*x.heads, dims, 1, rows, x.q.device)
-        tile_rows = default_tile_rows(x.q.device, *x.heads, dims, large_batch=large)
-        num_items = triton.cdiv(rows, tile_rows)
+        dims, of_request = (sum(x.dims[:2]), x.dims[2]), rows // x.batch_size
+        large = is_large_batch(*x.heads, dims, x.batch_size, rows, x.q.device)
+        few = of_request if has_static_value(of_request) else None  # symbolic rows choose no tile
+        tile_rows = default_tile_rows(x.q.device, *x.heads, dims, few, large_batch=large)
+        num_items = x.batch_size * triton.cdiv(of_request, tile_rows)
     else:
         tile_rows, num_items = PlanProblem.of(plan.problem).tile_rows, max_work_items(plan, rows)
     launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
@@ -102,11 +106,11 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, page: int | None, kv: KVDims) -> 
     return Operands(q, q, k, v, dims, heads, k_strides, v_strides, k.shape[kv.token] if page is None else 0)
 
 
-def plan_arguments(plan: PrefillPlan | None) -> dict[str, Any]:
-    """Kernel arguments from the plan. Without a plan the tensors are None, and the query rows are one request."""
+def plan_arguments(plan: PrefillPlan | None, batch_size: int = 1) -> dict[str, Any]:
+    """Kernel arguments from the plan. Without a plan the tensors are None, and all requests have equal lengths."""
     if plan is None:
         tensors: dict[str, Tensor | None] = dict.fromkeys(("qo_indptr", "kv_indices", "work"))
-        return tensors | dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), 0)
+        return tensors | {"max_pages": 0, "max_items": 0, "max_batch": batch_size, "slots": 0}
     return {
         "qo_indptr": plan.qo_indptr,
         "kv_indices": plan.kv_indices,
@@ -166,9 +170,16 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return attend(launch_tiles, x, PrefillPlan(*plan), workspace, return_lse, AttentionOptions(**options))
 
     def single_prefill(
-        q: Tensor, k: Tensor, v: Tensor, *, kv_layout: str = "NHD", return_lse: bool = False, **options: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch_size: int = 1,
+        *,
+        kv_layout: str = "NHD",
+        return_lse: bool = False,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        x = _dense(q, k, v, kv_layout)
+        x = _dense(q, k, v, kv_layout)._replace(batch_size=batch_size)
         return attend(launch_tiles, x, None, None, return_lse, AttentionOptions(**options))
 
     return batch_prefill, ragged_prefill, single_prefill, block_sparse_prefill

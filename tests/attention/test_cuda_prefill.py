@@ -284,6 +284,37 @@ def test_single_matches_oracle(case: Case, launches: list[Any]) -> None:
     assert launches
 
 
+EQUAL_LENGTHS = {
+    "causal": {},
+    "not causal": {"causal": False},
+    "more units than SMs": {"qo_lens": (700,) * 9, "kv_lens": (900,) * 9},
+    "more units than SMs, not causal": {"qo_lens": (700,) * 9, "kv_lens": (900,) * 9, "causal": False},
+    "one row": {"qo_lens": (1,) * 70, "kv_lens": (150,) * 70},
+    "few rows": {"qo_lens": (5,) * 3, "kv_lens": (1000,) * 3},
+    "more rows than keys": {"qo_lens": (200,) * 3, "kv_lens": (70,) * 3, "sinks": 1.0},
+    "no group divides a unit": {"heads": (7, 1)},
+    "a unit is no whole number of rows": {"heads": (12, 1), "qo_lens": (57,) * 4},
+    "HND": {"kv_layout": "HND", "logits_soft_cap": 5.0},
+    "windows": {"window_left": 100, "window_right": 30, "causal": False},
+    "mask": {"masked": 0.5},
+    "mask, rows of no whole bytes": {"masked": 0.5, "qo_lens": (33,) * 5, "kv_lens": (301,) * 5},
+    "RoPE": {"pos_encoding": "ROPE_LLAMA"},
+    "ALiBi": {"pos_encoding": "ALIBI"},
+    "FP8 KV": {"kv_dtype": torch.float8_e4m3fn, "kv_scale": (0.5, 2.0)},
+    **{f"heads of {dim}": {"head_dims": (dim, dim), "heads": (6, 2)} for dim in (64, 72, 96, 160, 256, 512)},
+    "heads of 192 and 128": {"head_dims": (192, 128)},
+    "heads of 64, mask": {"head_dims": (64, 64), "masked": 0.5},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", EQUAL_LENGTHS)
+def test_requests_of_equal_lengths_match_oracle(name: str, dtype: torch.dtype, launches: list[Any]) -> None:
+    sizes: dict[str, Any] = {"qo_lens": (130,) * 4, "kv_lens": (310,) * 4, "dtype": dtype}
+    Setup("ragged", replace(BASE, **sizes | EQUAL_LENGTHS[name]), "cuda").check_equal_lengths("cuda")
+    assert launches
+
+
 @pytest.mark.parametrize("tile_rows", [16, 17, 64])
 @pytest.mark.parametrize("kind", ["prefill", "ragged"])
 @pytest.mark.parametrize("fp8", FP8, ids=["e4m3", "e5m2"])

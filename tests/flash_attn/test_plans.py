@@ -119,14 +119,15 @@ def test_equal_lengths_share_a_plan_whatever_tensors_hold_them(plans: list[str])
 def test_plans_of_the_host_are_bounded(plans: list[str]) -> None:
     q = torch.randn(2, 3, 4, 16)
     for n in range(1, 2 * shared_plans.MAX_HOST_PLANS):
-        flash_attn_func(q, q[:, :, :2].repeat(1, n, 1, 1), q[:, :, :2].repeat(1, n, 1, 1))
+        kv = q[:, :, :2].repeat(1, n, 1, 1)
+        flash_attn_func(q, kv, kv, attention_chunk=2)
     assert len(shared_plans.host_plans().entries) == shared_plans.MAX_HOST_PLANS
 
 
 def test_equal_sizes_share_a_plan(plans: list[str]) -> None:
     q, c = torch.randn(2, 3, 4, 64, device=DEVICE).half(), DenseCache((17, 17))
     for _ in range(3):
-        flash_attn_func(q, q[:, :, :2], q[:, :, :2])
+        flash_attn_func(q, q[:, :, :2], q[:, :, :2], attention_chunk=2)
         out = flash_attn_with_kvcache(q, c.k, c.v, cache_seqlens=17, causal=True)
     assert plans == ["RaggedLengths", "BlockTables"]
     check_dense(expected(list(zip(q, c.keys, c.values, strict=True)), causal=True), out)

@@ -110,7 +110,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tenso
 
 def equal_lengths(q: Tensor) -> Tensor:
     for _ in range(LAYERS):
-        q = flash_attn_func(q, q[:, :, :2], q[:, :, 2:], causal=True)
+        q = flash_attn_func(q, q[:, :, :2], q[:, :, 2:], causal=True, attention_chunk=4)
     return q
 
 

@@ -74,7 +74,7 @@ CAUSAL = {"causal": True, "window_size": (20, 0)}
 
 FORMS: dict[str, Form] = {
     "dense": Form(
-        ["plan_prefill", "ragged_prefill"],
+        ["single_prefill"],
         lambda *t: flash_attn_func(*t, causal=True, return_softmax_lse=True),
         (dense(3, 9, 20), dense(3, 9, 20, seed=1)),
     ),
@@ -130,7 +130,7 @@ FORMS: dict[str, Form] = {
         (dense_cache(0), dense_cache(1)),
     ),
     "a value of the query": Form(
-        ["plan_prefill", "ragged_prefill"],
+        ["single_prefill"],
         lambda q, k, v: flash_attn_func(q, k, v, qv=q, causal=True),
         (dense(3, 9, 20), dense(3, 9, 20, seed=1)),
     ),

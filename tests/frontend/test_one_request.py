@@ -159,21 +159,31 @@ def test_a_repeated_call_finds_its_plan(rows: int, layout: str, monkeypatch: pyt
 
 
 def test_what_fills_the_device_or_is_short_is_not_planned() -> None:
-    """Eight tiles of 128 rows fill it. 4000 keys take as long as a plan, and so does a window of as many.
+    """Eight tiles of 128 rows fill it. 1500 keys take as long as a plan, and so does a window of as many.
 
-    Of 8600 keys, four tiles of 500 rows see 8100 all, of which the other half of a wave would save too few.
+    Of 3400 keys, four tiles of 500 rows see 2900 all, of which the other half of a wave would save too few.
     """
     for rows, tokens, options in (
         (8 * 128, TOKENS, {}),
-        (7, 4000, {}),
-        (7, TOKENS, {"window_left": 4000}),
-        (500, 8600, {"causal": True}),
+        (7, 1500, {}),
+        (7, TOKENS, {"window_left": 1500}),
+        (500, 3400, {"causal": True}),
         (0, TOKENS, {}),
         (7, 0, {}),
     ):
         with Ops() as ops:
             attn_ops.single_prefill_with_kv_cache(*tensors(rows, tokens), **options)
         assert ops.called == ["single_prefill"], (rows, tokens, options)
+
+
+@pytest.mark.parametrize(("batch", "planned"), [(2, True), (4, False)])
+def test_a_batch_is_planned_if_half_of_the_device_would_read_it_faster(batch: int, planned: bool) -> None:
+    """A wave is eight tiles. Half of the CTAs read keys as fast as all."""
+    q, k, v = (torch.stack([t] * batch) for t in tensors(1))
+    with Ops() as ops:
+        out = flash_attn.flash_attn_func(q, k, v)
+    assert ops.called[-1] == ("ragged_prefill" if planned else "single_prefill")
+    Expected.of([(q[0], k[0], v[0])]).check(out[0])
 
 
 def test_errors_are_those_of_a_call_without_a_plan() -> None:

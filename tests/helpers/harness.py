@@ -67,6 +67,23 @@ class Setup:
                 expected = self._exact(tolerance.pop("rotated_dtype", None))
                 expected.rows(rows).check(out, lse, **tolerance)
 
+    def check_equal_lengths(self, backend: str = "auto") -> None:
+        """Call ``single_prefill`` for all requests of a ragged batch of equal lengths, and compare with the oracle."""
+        for name in CPU_BACKENDS if backend == "reference" else (backend,):
+            out, lse = torch.ops.attn.single_prefill(**self.unplanned_arguments, backend=name)
+            self.check(out, lse, **self.tolerance(name))
+
+    @property
+    def unplanned_arguments(self) -> dict[str, Any]:
+        """The arguments of ``single_prefill`` for a ragged batch of equal lengths."""
+        assert len(set(self.qo_lens)) == len(set(self.case.kv_lens)) == 1
+        without = {name: x for name, x in self.arguments.items() if name not in ("plan", "workspace")}
+        mask = None if self.packed_mask is None else pack([torch.cat(self.masks)])
+        bits = sum(self.qo_lens) * self.case.kv_lens[0]
+        if mask is not None:
+            mask = mask[: -(-bits // 8)].to(self.device)
+        return without | {"mask": mask, "batch_size": len(self.qo_lens)}
+
     def tolerance(self, backend: str) -> dict[str, Any]:
         """How much further than the reference the kernels of ``backend`` may be from the oracle.
 

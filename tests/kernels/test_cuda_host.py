@@ -373,6 +373,25 @@ def test_single_prefill_with_a_mask() -> None:
     oracle.Expected.of([(q, k, v, visible)]).check(out, lse)
 
 
+EQUAL: dict[str, Any] = {"qo_lens": (70,) * 3, "kv_lens": (150,) * 3, "heads": (4, 2)}
+EQUAL_LENGTHS = [
+    _case("causal", **F16_64 | EQUAL, causal=True),
+    _case("not causal, heads of 128", **EQUAL | {"qo_lens": (200,) * 2, "kv_lens": (90,) * 2}),
+    _case("window on the right", **EQUAL, window_right=20, window_left=30, sinks=1.0),
+    _case("mask", **F16_64 | EQUAL, masked=0.5),
+    _case("RoPE", **F16_64 | EQUAL, causal=True, pos_encoding="ROPE_LLAMA"),
+    _case("ALiBi", **F16_64 | EQUAL, causal=True, pos_encoding="ALIBI"),
+    _case("few rows", **EQUAL | {"qo_lens": (3,) * 3}, causal=True),
+]
+
+
+@pytest.mark.parametrize("case", EQUAL_LENGTHS, ids=[case.name for case in EQUAL_LENGTHS])
+def test_requests_of_equal_lengths(case: Case) -> None:
+    setup = Setup("ragged", case)
+    with Host(sms=2).installed():
+        setup.check(*prefill.single_prefill(**setup.unplanned_arguments), **setup.tolerance("cuda"))
+
+
 def test_the_counter_of_units_is_0_again_and_one_that_was_not_heals() -> None:
     """A launch with another number may leave units out, but ends, and the next one is right."""
     setup = Setup("ragged", _case("counter", **F16_64, causal=True, planner={"tile_rows": 16}))

@@ -48,10 +48,10 @@ attn::ragged_prefill(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) wor
     pos_encoding="NONE", float rope_scale=1., float rope_theta=10000., bool causal=False, int window_right=-1,
     Tensor? mask=None, ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto")
     -> (Tensor, Tensor)
-attn::single_prefill(Tensor q, Tensor k, Tensor v, *, float? sm_scale=None, float logits_soft_cap=0., int
-    window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str pos_encoding="NONE", float rope_scale=1., float
-    rope_theta=10000., bool causal=False, int window_right=-1, Tensor? mask=None, ScalarType? out_dtype=None, str
-    kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
+attn::single_prefill(Tensor q, Tensor k, Tensor v, SymInt batch_size=1, *, float? sm_scale=None, float
+    logits_soft_cap=0., int window_left=-1, Tensor? sinks=None, Tensor? kv_scale=None, str pos_encoding="NONE",
+    float rope_scale=1., float rope_theta=10000., bool causal=False, int window_right=-1, Tensor? mask=None,
+    ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto") -> (Tensor, Tensor)
 attn::block_sparse_prefill(Tensor q, Tensor k, Tensor v, Tensor[] plan, Tensor(a!) workspace, *, float?
     sm_scale=None, float logits_soft_cap=0., Tensor? sinks=None, Tensor? kv_scale=None, bool causal=False, Tensor?
     mask=None, ScalarType? out_dtype=None, str kv_layout="NHD", bool return_lse=False, str backend="auto") ->

@@ -23,6 +23,7 @@ from helpers.page_tables import indptr, page_table
 from torch import Tensor, nn
 
 import attn_ops
+from attn_ops.flash_attn import flash_attn_func
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -282,6 +283,33 @@ def test_a_custom_mask_is_read_by_the_kernel_of_eager_calls(tmp_path: Path) -> N
     expected = [tuple(t.cpu() for t in Masked()(*call)) for call in calls]
     _, results = cpp_runner.run_cases(package, calls, tmp_path)
     _assert_equal(expected, list(results[: 2 * len(calls)]), "on a new thread")
+
+
+class EqualLengths(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(q, k, v, causal=True)
+        return out
+
+
+def test_a_batch_of_equal_lengths_is_planned_in_no_package(tmp_path: Path) -> None:
+    """Of any number of requests, rows and keys, from none on."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    calls = []
+    for batch, rows, keys in ((3, 200, 512), (17, 90, 130), (1, 1, 1), (1, 700, 700), (0, 3, 4), (2, 0, 4)):
+        sizes = ((batch, rows, 8), (batch, keys, 2), (batch, keys, 2))
+        calls.append([torch.randn(*size, 128, generator=generator, device="cuda").bfloat16() for size in sizes])
+    batch, rows, keys = (torch.export.Dim(name, max=1000) for name in ("batch", "rows", "keys"))
+    shapes = ({0: batch, 1: rows}, {0: batch, 1: keys}, {0: batch, 1: keys})
+    program = torch.export.export(EqualLengths(), tuple(calls[0]), dynamic_shapes=shapes)
+    assert "plan_prefill" not in str(program.graph)
+    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "equal.pt2"), inductor_configs=quickly
+    )
+    expected = [(EqualLengths()(*call).cpu(),) for call in calls]
+    _, results = cpp_runner.run_cases(package, calls, tmp_path)
+    for (one,), got in zip(expected, results, strict=False):
+        torch.testing.assert_close(got, one, rtol=2e-2, atol=2e-2)
 
 
 def _misaligned(t: Tensor) -> Tensor:

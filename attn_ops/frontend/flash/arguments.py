@@ -17,6 +17,7 @@ from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
 from attn_ops.plan.page_table import offsets, seen
 from attn_ops.plan.state import INT32_MAX
 from attn_ops.policy import FLASH_ATTENTION
+from attn_ops.symbolic_sizes import agree, any_zero, guard_or_false
 
 WindowSize = tuple[int | None, int | None] | list[int | None] | Tensor
 
@@ -141,7 +142,7 @@ class Descales(NamedTuple):
         for name, scale in zip(self._fields, scales, strict=True):
             if isinstance(scale, Tensor) and _is_one_value(scale):
                 scale = scale[(0,) * scale.dim()]
-            elif isinstance(scale, Tensor) and tuple(scale.shape) != (requests, num_kv_heads):
+            elif isinstance(scale, Tensor) and not agree(scale.shape, (requests, num_kv_heads)):
                 expected = f"one value, or {[requests, num_kv_heads]}: one per request and KV head"
                 fail(ShapeError, where, f"{name} is {shape_of(scale)}", expected, "correct it")
             _check_positive(where, name, scale)
@@ -177,4 +178,4 @@ def _check_positive(where: str, name: str, scale: Scale) -> None:
 
 def _is_one_value(scale: Tensor) -> bool:
     sizes = zip(scale.shape, scale.stride(), strict=True)
-    return scale.numel() > 0 and all(size == 1 or stride == 0 for size, stride in sizes)
+    return not any_zero(*scale.shape) and all(stride == 0 or guard_or_false(size == 1) for size, stride in sizes)

@@ -28,7 +28,7 @@ from attn_ops.frontend.shared_plans import Found, shared
 from attn_ops.plan.page_table import index, offsets, seen, uniform_indptr
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import INT32_MAX
-from attn_ops.symbolic_sizes import guard_or_true
+from attn_ops.symbolic_sizes import guard_or_true, holds
 
 
 class CacheLengths(NamedTuple):
@@ -133,7 +133,7 @@ class CacheBatch(NamedTuple):
             return (in_order if rows is None else rows)[:, None]
         name = self.table_name or "block_table"
         table = block_table(where, name, self.table, self.device).to(self.device)
-        if rows is None and table.shape[0] != self.requests:
+        if rows is None and not holds(table.shape[0] == self.requests):
             expected = f"{self.requests}, one per request"
             fail(ShapeError, where, f"{name} has {table.shape[0]} rows", expected, "correct it")
         return table if rows is None else table[rows.clamp(0, max(0, table.shape[0] - 1)).long()]

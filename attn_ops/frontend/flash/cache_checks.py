@@ -10,7 +10,7 @@ from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of, unsupport
 from attn_ops.frontend.arguments import ranked, required
 from attn_ops.frontend.flash.calls import DENSE, VARLEN
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.symbolic_sizes import holds
+from attn_ops.symbolic_sizes import agree, holds
 
 
 def one_of(where: str, **given: Any) -> tuple[str, Any]:
@@ -72,7 +72,7 @@ def check_latent(
             f"window_size has a right side of {options.window_right} with qv",
             "MLA has no window on the right; pass causal=True or a right side of -1",
         )
-    if qv.shape[:-1] != q.shape[:-1]:
+    if not agree(qv.shape[:-1], q.shape[:-1]):
         fail(ShapeError, where, f"qv is {shape_of(qv)}", f"{shape_of(q.shape[:-1])} and head_dim_v, as q", "correct it")
     for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
         if cache.shape[2] != 1:
@@ -100,7 +100,7 @@ def new_tokens(
     required(where, cache_seqlens=cache_seqlens)
     for name, t in (("k", k), ("v", v)):
         ranked(where, name, t, DENSE if cu_seqlens_k_new is None else VARLEN)
-        if cu_seqlens_k_new is None and (t.shape[0] != requests or t.shape[1] != k.shape[1]):
+        if cu_seqlens_k_new is None and not agree(t.shape[:2], (requests, k.shape[1])):
             expected = f"[{requests}, {k.shape[1]}, ...], with the requests of q and the tokens of k"
             fail(ShapeError, where, f"{name} is {shape_of(t)}", expected, "make them agree")
     return (k, v) if cu_seqlens_k_new is not None else (k.flatten(0, 1), v.flatten(0, 1))

@@ -22,7 +22,7 @@ from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
-from attn_ops.symbolic_sizes import agree, at_most, decide, holds, statically_known_true
+from attn_ops.symbolic_sizes import agree, any_zero, at_most, holds, statically_known_true
 
 DENSE = "[batch, seqlen, num_heads, head_dim]"
 VARLEN = "[tokens, num_heads, head_dim]"
@@ -69,14 +69,14 @@ def with_latents(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None)
     """The query and the keys of logits ``q k + qv v``: both parts side by side."""
     if qv is None:
         return q, k
-    if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1]:
+    if not agree(qv.shape, (*q.shape[:-1], v.shape[-1])):
         expected = f"{shape_of([*q.shape[:-1], v.shape[-1]])}, as q and the head dim of v"
         fail(ShapeError, where, f"qv is {shape_of(qv)}", expected, "correct it")
     for name, part, whole in (("qv", qv, q), ("v", v, k)):
         if part.dtype != whole.dtype:
             expected = f"{dtype_name(whole.dtype)}, as {'q' if whole is q else 'k'}"
             fail(DTypeError, where, f"{name} is {dtype_name(part.dtype)} with qv", expected, "convert it")
-    if v.shape[:-1] != k.shape[:-1]:
+    if not agree(v.shape[:-1], k.shape[:-1]):
         fail(ShapeError, where, f"v is {shape_of(v)}", f"{shape_of([*k.shape[:-1], v.shape[-1]])}, as k", "correct it")
     return joined(torch.cat, (q, qv), -1), joined(torch.cat, (k, v), -1)
 
@@ -114,7 +114,7 @@ def dense_attention(
     qv: Tensor | None = None,
     chunk: int = 0,
 ) -> AttentionCall:
-    """``q [batch, seqlen_q, ...]`` over ``k, v [batch, seqlen_k, ...]``: ragged KV of equal lengths."""
+    """``q [batch, seqlen_q, ...]`` over ``k, v [batch, seqlen_k, ...]``: without a plan, unless keys are split."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, DENSE)
     batch, q_len, kv_len, device = q.shape[0], q.shape[1], k.shape[1], q.device
@@ -134,8 +134,9 @@ def dense_attention(
     views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k, batch)
     spec = ragged_spec(q, k, v, options)
-    if decide(batch == 1) and not chunk and not splits_pay(spec, q_len, kv_len, device):
-        return unplanned_call(where, rows, options, output, scales)._replace(views=views)
+    if not chunk and not splits_pay(spec, batch, q_len, kv_len, device):
+        size = 1 if any_zero(batch) else batch
+        return unplanned_call(where, rows, options, output, scales, batch_size=size)._replace(views=views)
 
     def make() -> DecodePlan | PrefillPlan:
         qo_indptr = uniform_indptr(batch, q_len, device)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.symbolic_sizes import at_most
+from attn_ops.symbolic_sizes import any_zero, at_most
 
 
 def by_token(table: Tensor, page_size: int) -> Tensor:
@@ -65,7 +65,7 @@ class Chunks(NamedTuple):
 def ragged_chunks(qo_indptr: Tensor, kv_indptr: Tensor, chunk: int, keys: int) -> tuple[Tensor, Tensor]:
     """Both indptr, int32, of the chunks of a batch over ragged ``keys``."""
     batch = qo_indptr.shape[0] - 1
-    if not batch:
+    if any_zero(batch):
         return qo_indptr, kv_indptr
     made = Chunks.of(qo_indptr, kv_indptr.diff(), chunk, keys // chunk + 2 * batch, True)
     starts = kv_indptr.long()[made.request]
@@ -85,7 +85,7 @@ class PagedChunks(NamedTuple):
     ) -> PagedChunks:
         """Chunks of ``table [batch, pages]``, whose pages divide ``chunk``, for ``rows`` query rows."""
         batch, width = table.shape
-        if not batch:
+        if any_zero(batch):
             return cls(qo_indptr, table, kv_lens)
         made = Chunks.of(qo_indptr, kv_lens, chunk, rows // chunk + 2 * batch, False)
         pages = chunk // page_size

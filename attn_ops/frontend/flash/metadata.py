@@ -15,6 +15,7 @@ from attn_ops.errors import ArgumentError, PlanError, fail
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.symbolic_sizes import any_zero, holds
 
 
 class SchedulerMetadata(NamedTuple):
@@ -83,7 +84,7 @@ class BatchForm(NamedTuple):
     def lacks_plan_for(self, batch: BatchForm) -> bool:
         """Whether calls of ``batch`` must plan for themselves: the metadata lacks a table, or what they append."""
         known = (self.table, batch.table), (self.cache_rows, batch.cache_rows), (self.leftpad, batch.leftpad)
-        one_appends = (self.appended == 0) != (batch.appended == 0)
+        one_appends = any_zero(self.appended) != any_zero(batch.appended)
         return bool(self.unplanned) or any(made < wanted for made, wanted in known) or one_appends
 
     @property
@@ -124,7 +125,7 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             "pass it",
         )
     for name, size, wanted in zip(_FORM, made, form, strict=False):
-        if size != wanted and not made.lacks_plan_for(form):
+        if not made.lacks_plan_for(form) and not holds(size == wanted):
             fail(
                 PlanError,
                 where,

@@ -15,6 +15,7 @@ from attn_ops.frontend.block_tables import lengths
 from attn_ops.frontend.flash.calls import requests_of
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import offsets, seen
+from attn_ops.symbolic_sizes import agree
 
 
 class Used(NamedTuple):
@@ -60,7 +61,7 @@ class Used(NamedTuple):
         """The used tokens of tensors of all tokens, which may be None."""
         (first, of), *_ = tensors.items()
         for name, t in tensors.items():
-            if t is not None and t.shape[:1] != of.shape[:1]:
+            if t is not None and not agree(t.shape[:1], of.shape[:1]):
                 fail(ShapeError, where, f"{name} is {shape_of(t)}", f"{of.shape[0]} tokens, as {first}", "correct it")
             if t is not None and t.device != of.device:
                 fail(DeviceError, where, f"{name} is on {t.device}", f"{of.device}, where {first} is", "move it")

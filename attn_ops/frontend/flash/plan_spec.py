@@ -10,15 +10,12 @@ from torch import Tensor
 from attn_ops.frontend.plan_spec import paged_spec
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.resizable import PlanSpec
+from attn_ops.symbolic_sizes import guard_or_false
 
 
 def runs_decode(seqlen_q: int | None, has_qv: bool, chunk: int) -> bool:
     """Whether a call runs ``batch_decode``: one row of each request, None for rows by ``cu_seqlens_q``."""
-    if seqlen_q is None or has_qv or chunk:
-        return False
-    if seqlen_q == 1:  # noqa: SIM103  a branch: a condition on traced sizes is no bool
-        return True
-    return False
+    return seqlen_q is not None and not has_qv and not chunk and guard_or_false(seqlen_q == 1)
 
 
 def cache_spec(

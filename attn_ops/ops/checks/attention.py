@@ -15,6 +15,7 @@ from attn_ops.ops.fp8_queries import QUERY
 from attn_ops.ops.options import DENSE_DIMS, FLOATS, FP8, MLA_DIMS, AttentionOptions
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS, MAX_QUERY_ROWS
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, workspace_size
+from attn_ops.symbolic_sizes import holds
 
 CACHES = ("k_cache", "v_cache")
 
@@ -180,6 +181,7 @@ def single_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    batch_size: int = 1,
     *,
     kv_layout: str = "NHD",
     return_lse: bool = False,
@@ -190,8 +192,15 @@ def single_prefill(
     o = AttentionOptions(**options)
     problem = _attention(op, q, k, v, 0, _dense_kv(op, q, k, v, kv_layout), o)
     op.limit("q", "query rows", q.shape[0], MAX_QUERY_ROWS)
+    tokens = k.shape[DENSE_DIMS[kv_layout].token]
+    if not holds(batch_size >= 1):
+        op.fail(OptionError, f"batch_size is {batch_size}", "1 or more", "pass the number of requests")
+    for name, dim, size in (("q", "query rows", q.shape[0]), ("k", "tokens", tokens)):
+        if not holds(size % batch_size == 0):
+            expected = f"a multiple of batch_size, {batch_size}"
+            op.fail(ShapeError, f"{name} has {size} {dim}", expected, "pass requests of equal lengths, or make a plan")
     if o.mask is not None:
-        bits = q.shape[0] * k.shape[DENSE_DIMS[kv_layout].token]
+        bits = q.shape[0] * (tokens // batch_size)
         op.size("mask", "bytes", o.mask.shape[0], (bits + 7) // 8, "one bit for every pair of query row and key")
     return problem
 

@@ -187,13 +187,15 @@ def ragged_prefill(d: Draw) -> Call:
 def single_prefill(d: Draw) -> Call:
     shape = Shape.draw(d)
     o = draw_prefill_options(d, shape)
-    batch = Batch(d, shape, decode=False, requests=1)
+    batch = Batch(d, shape, decode=False, requests=d.pick(1, 1, 2, 3, 7), equal=True)
     mask = None
     if d.chance(0.25):
         batch.draw_masks()
-        mask = batch.packed_masks()
+        mask = batch.packed_masks(whole_bytes=False)
     k, v = batch.ragged()
     arguments = {"q": batch.q, "k": k, "v": v, **op_options("single_prefill", o, shape, d, mask)}
+    if len(batch.kv_lens) > 1 or d.chance(0.5):
+        arguments["batch_size"] = len(batch.kv_lens)
     text = f"{batch}, {o}, masked={mask is not None}"
     return attention_call(d, "single_prefill", arguments, attend_all(batch.requests(), o), shape, o, text)
 

@@ -54,7 +54,7 @@ class Shape:
 
 
 class Batch:
-    """Requests of one shape. Without ``qo_lens`` each has one query row."""
+    """Requests of one shape. With ``decode`` each has one query row, with ``equal`` all have the same lengths."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Batch:
         max_rows: int | None = None,
         longest: int | None = None,
         nonempty: bool = False,
+        equal: bool = False,
     ) -> None:
         self.d, self.shape = d, shape
         count = d.pick(1, 1, 2, 3, 4, 6, *d.by_size((), (9,), (17,))) if requests is None else requests
@@ -79,6 +80,8 @@ class Batch:
         if rows is None and not decode:  # the oracle has all logits of a request in memory
             pairs = zip(self.qo_lens, self.kv_lens, strict=True)
             self.qo_lens = [min(n, MAX_LOGITS // (hq * max(m, 1))) for n, m in pairs]
+        if equal:
+            self.kv_lens, self.qo_lens = [self.kv_lens[0]] * count, [self.qo_lens[0]] * count
         size = d.pick(1.0, 1.0, 0.1, 3.0)
         self.q_rows = [(d.normal(n, hq, dim) * size).to(shape.dtype) for n in self.qo_lens]
         self.keys = [d.normal(n, hkv, dim).to(shape.kv_dtype) for n in self.kv_lens]
@@ -207,11 +210,11 @@ class Batch:
         self.masks = [torch.rand(shape, generator=self.d.generator) < share for shape in shapes]
         return torch.cat([mask.flatten() for mask in self.masks]).to(self.d.device)
 
-    def packed_masks(self) -> Tensor:
-        """The masks in little-endian bits, each request from a whole byte on."""
+    def packed_masks(self, *, whole_bytes: bool = True) -> Tensor:
+        """The masks in little-endian bits, each request from a whole byte on if ``whole_bytes``."""
         assert self.masks is not None
         packed = []
-        for mask in self.masks:
+        for mask in self.masks if whole_bytes else [torch.cat(self.masks)]:
             bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
             packed.append((bits * (1 << torch.arange(8))).sum(1).to(torch.uint8))
         return torch.cat(packed).to(self.d.device)
