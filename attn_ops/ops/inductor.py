@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class Lowerings:
         self._pending: dict[torch._ops.OpOverload, tuple[Body, Callable[..., bool]]] = {}
 
     def add(self, op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[..., bool]) -> None:
-        """``body`` is inlined in the place of ``op``, unless the graph can call ops and ``is_lowerable`` is false."""
+        """``body`` is inlined in place of ``op``, unless the graph can call ops and ``is_lowerable`` is false."""
         self._pending[op] = body, is_lowerable
 
     def register_if_compiling(self) -> None:
@@ -65,6 +66,7 @@ class Lowerings:
             return
         pending, self._pending = self._pending, {}
         try:
+            _fix_as_strided()
             for op, (body, is_lowerable) in pending.items():
                 _register(op, body, is_lowerable)
         except (ImportError, AttributeError) as error:
@@ -78,6 +80,26 @@ class Lowerings:
         config = torch.compiler.config
         if sources_tag() not in config.cache_key_tag:
             config.cache_key_tag = f"{config.cache_key_tag}{sources_tag()}"
+
+
+def _fix_as_strided() -> None:
+    """Lower ``as_strided`` of a view from the view's first element. PyTorch before 2.13 begins at that of its base.
+
+    Caches with a page table for each KV head are such views (:mod:`attn_ops.frontend.head_tables`).
+    """
+    from torch._inductor import ir, lowering
+
+    original = lowering.as_strided
+    if "storage_offset_relative_to_input_storage" in inspect.signature(original).parameters:
+        return
+
+    def as_strided(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+        if storage_offset is None and isinstance(x, ir.TensorBox) and isinstance(x.data, ir.BaseView):
+            layout = x.maybe_get_layout()
+            storage_offset = None if layout is None else layout.offset
+        return original(x, size, stride, storage_offset)
+
+    lowering.register_lowering(torch.ops.aten.as_strided, type_promotion_kind=None)(as_strided)
 
 
 def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[..., bool]) -> None:
@@ -129,7 +151,7 @@ def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[...,
             V.graph.env.update(zip(_fields(call, names), made.fields, strict=True))
             return made.result
         if op._opname.startswith("plan_"):
-            counters["attn_ops"]["plans"] += 1  # beside Inductor's own counters
+            counters["attn_ops"]["plans"] += 1  # next to Inductor's own counters
         fields = named.get("plan", ())
         args, kwargs = tuple(named[name] for name in names[: len(call[0])]), {name: named[name] for name in call[1]}
         fake_call = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], call)

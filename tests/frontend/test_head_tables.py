@@ -84,9 +84,18 @@ def test_tables_of_kv_heads_of_caches_of_other_strides() -> None:
 
 
 @pytest.mark.slow
-def test_tables_of_kv_heads_compile() -> None:
-    s = Sparse(1, kv_layout="HND")
-    out = torch.compile(s.call, fullgraph=True, backend="aot_eager")()
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("storage", ["fused", "pair"])
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_tables_of_kv_heads_compile(kv_layout: str, storage: str, backend: str) -> None:
+    """Keys and values of one tensor are views in the graph, of which pages of one head are views by strides."""
+    s = Sparse(1, kv_layout=kv_layout, storage=storage)
+
+    def step(cache: Any, query: Tensor, tables: Tensor, lens: Tensor) -> Any:
+        return s.call(kv_cache=cache, query=query, block_tables=tables, seq_lens=lens)
+
+    out = torch.compile(step, fullgraph=True, backend=backend)(s.r.cache(), s.r.q, s.tables, s.lens)
     s.expected.check(s.by_head(out))
 
 
