@@ -46,7 +46,7 @@ class Argument(NamedTuple):
 def integers(where: str, **values: Any) -> tuple[Any, ...]:
     """``values``, with NumPy's integers as Python's.
 
-    A value that is no integer raises an ArgumentError: arithmetic takes floats and bools too.
+    A value that is not an integer raises an ArgumentError: arithmetic takes floats and bools too.
     """
     for name, value in values.items():
         if type(value) is not int and not admits(value, int):

@@ -61,7 +61,7 @@ class BatchAttention(PagedWrapper):
             kv_indptr, kv_indices: the page table; a request may hold more pages than its tokens need.
             kv_len_arr: int ``[batch]``, tokens of each request.
 
-        If every request has as many entries as tokens, the entries may also number tokens: run() then takes 3-D keys
+        If every request has one entry per token, the entries may also be token numbers: run() then takes 3-D keys
         and values too, whatever ``page_size`` (docs/flashinfer.md).
         """
         where = f"{self._name}.plan"

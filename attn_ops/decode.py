@@ -187,7 +187,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             indices: int ``[pages]``, page numbers.
             last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
             q_data_type, kv_data_type, o_data_type, data_type: dtypes or their names; ``data_type`` is both of the
-                query and the KV, of the KV alone where it is FP8 or ``q_data_type`` says otherwise.
+                query and the KV; only of the KV if it is FP8 or ``q_data_type`` is given.
             q_len_per_req: query rows of each request, in CUDA-graph mode always those of the first plan. With more
                 than 1 they are the last tokens of the request, causal among themselves unless ``is_causal`` is False.
             fixed_split_size: split every request each this many pages, rounded up to whole KV blocks of 64 tokens;

@@ -110,8 +110,8 @@ def flash_attn_func(
         softcap: ``softcap * tanh(logits / softcap)``; 0 is off.
         qv: ``[batch, seqlen_q, num_heads, head_dim of v]``: logits are ``q k + qv v``, as in MLA with absorbed
             weights. The default scale is ``1 / sqrt(head_dim + head_dim of v)``.
-        attention_chunk: row i sees the keys of its chunk alone: those with ``(i + seqlen_k - seqlen_q) //
-            attention_chunk`` as their own position has; 0 is off.
+        attention_chunk: row i sees only the keys of its chunk: the keys j with the same ``j // attention_chunk`` as its
+        own position ``i + seqlen_k - seqlen_q``; 0 is off.
         q_descale, k_descale, v_descale: scales of FP8 tensors: a number, a tensor of one element, which may be
             expanded, or ``[batch, num_kv_heads]``, positive. Those of other tensors are ignored.
         s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
@@ -124,7 +124,7 @@ def flash_attn_func(
         dropout_p, alibi_slopes: refused unless they change nothing.
 
     Returns:
-        ``out [batch, seqlen_q, num_heads, head_dim]`` in the dtype of ``q``, bfloat16 of an FP8 query; float32 ``lse
+        ``out [batch, seqlen_q, num_heads, head_dim]`` in the dtype of ``q``, bfloat16 for an FP8 query; float32 ``lse
         [batch, num_heads, seqlen_q]``, natural, -inf in rows without keys.
 
     Raises:
@@ -199,7 +199,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: no result depends on them beyond rounding, since the lengths are known. A small
             integer ``max_seqlen_k`` lets a kernel for few keys run. When traced with ``block_table`` it has no effect.
         block_table: int ``[batch, max_pages_per_sequence]``, page numbers.
-        scheduler_metadata: of :func:`get_scheduler_metadata` for this batch, with ``block_table`` alone.
+        scheduler_metadata: of :func:`get_scheduler_metadata` for this batch; only with ``block_table``.
         seqused_q, seqused_k: int ``[batch]``: the tokens of each sequence that count, its first ones; other rows give 0
             and -inf. Without ``block_table`` the tokens that count are copied.
 
@@ -338,7 +338,7 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: ``[max_position, rotary_dim / 2]``: rotate ``k`` at its positions, from
             ``cache_seqlens`` on, and ``q`` from the same position, row by row if the call is causal or has a window
             or chunks. ``rotary_interleaved`` pairs dimensions 2i and 2i + 1, otherwise the halves of ``rotary_dim``.
-            ``rotary_seqlens``, int ``[batch]``, takes the place of ``cache_seqlens`` in positions.
+            ``rotary_seqlens``, int ``[batch]``, replaces ``cache_seqlens`` in positions.
         cache_seqlens: tokens in the cache before the append: int ``[batch]``, or one number; None for a full cache.
         cache_batch_idx: int ``[batch]``: the row of the dense cache, or of ``block_table``, of each sequence; default
             in order.

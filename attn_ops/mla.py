@@ -250,13 +250,13 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
             ckv_cache, kpe_cache: ``[pages, page_size, ckv]`` and ``[pages, page_size, kpe]``; or ``kv_cache``.
             page_table: int ``[batch, max_pages_per_request]``, ``kv_len``: int ``[batch]``; the query has the same
                 number of rows for every request.
-            return_lse_base_on_e: natural LSE in the place of base 2.
+            return_lse_base_on_e: natural LSE in place of base 2.
             ckv_scale, kpe_scale: scales of an FP8 cache; the output is multiplied by ``ckv_scale`` too. If they differ,
                 one part of the query is multiplied by their ratio and rounded to its dtype. Both are required for an
                 FP8 cache, unless ``bmm1_scale`` or ``page_table`` is given.
             ckv_scale_arr: float32 ``[pages, page_size, ckv / 128]``, in place of ``ckv_scale``: a scale for every
                 token and group of 128 columns. Each call copies the batch's pages in the dtype of the query.
-            bmm1_scale: takes the place of ``sm_scale``. ``bmm2_scale`` multiplies the output, and ``o_scale`` divides
+            bmm1_scale: replaces ``sm_scale``. ``bmm2_scale`` multiplies the output, and ``o_scale`` divides
                 an FP8 output.
 
         Returns:

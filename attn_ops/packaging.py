@@ -55,7 +55,8 @@ METADATA = "aot_inductor.metadata"
 """Inductor's option for what is stored in a package: strings by name."""
 
 ARCHITECTURES = {256: "x86-64-v3", 512: "x86-64-v4"}
-"""x86-64 levels with vectors of so many bits. The C++ API takes a CPU with the vectors for one of that level."""
+"""x86-64 level by the number of bits of its vectors. The C++ API takes any CPU with such vectors for one of that
+level."""
 
 
 @typed
@@ -94,7 +95,7 @@ def export_package(
         ArgumentError: ``inputs`` do not fit ``forward``, do not contain the plan or contain a tensor twice;
             ``dynamic_shapes`` names no argument.
         OptionError: ``path`` does not end with ``.pt2``; ``dynamic_shapes`` has an entry for the plan or the workspace.
-        UnsupportedError: an input is not a tensor, or metadata is no mapping of strings.
+        UnsupportedError: an input is not a tensor, or metadata is not a mapping of strings.
     """
     from torch._inductor.package import package_aoti
 
@@ -129,7 +130,8 @@ def _compile(program: ExportedProgram, configs: Mapping[str, Any], metadata: dic
 def _architecture(configs: Mapping[str, Any]) -> dict[str, str]:
     """Inductor's option that keeps the code on the host to vectors of ``cpp.simdlen`` bits, where that is given.
 
-    ``cpp.simdlen`` alone is for the code that Inductor writes. The C++ compiler may use any instruction of this CPU.
+    ``cpp.simdlen`` by itself limits only the code that Inductor writes. The C++ compiler may use any instruction of
+    this CPU.
     """
     from torch._inductor import config
 
@@ -227,6 +229,8 @@ def _dynamic_shapes(
 
 
 class _Plan(nn.Module):
+    """Base class of the planning of a package, as a module for ``torch.export``."""
+
     def __init__(self, context: ContextShard | None) -> None:
         super().__init__()
         self.context = context
@@ -239,12 +243,16 @@ class _Plan(nn.Module):
 
 
 class _PlanDecode(_Plan):
+    """Fills a decode plan."""
+
     def forward(self, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: DecodePlan) -> None:
         table, lengths = self.table(plan, kv_indptr, kv_indices, kv_last_page_len)
         torch.ops.attn.plan_decode(*table, plan, **lengths)
 
 
 class _PlanPrefill(_Plan):
+    """Fills a prefill plan."""
+
     def forward(
         self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, plan: PrefillPlan
     ) -> None:

@@ -33,7 +33,7 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, where: str, return_lse: bool, **op
 
 
 class PODWithPagedKVCacheWrapper(WrapperGroup):
-    """One request's prefill over dense keys and values beside a batch's decoding over a paged cache.
+    """One request's prefill over dense keys and values, together with a batch's decoding over a paged cache.
 
     Arguments of the constructor and of plan() are those of the decode wrapper; plan() is for the decoding.
     """
@@ -204,7 +204,7 @@ class PODWithPagedKVCacheWrapper(WrapperGroup):
 
 
 class BatchPODWithPagedKVCacheWrapper(WrapperGroup):
-    """A batch of prefills beside a batch of decodes, both over paged caches."""
+    """A batch of prefills together with a batch of decodes, both over paged caches."""
 
     @typed
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:

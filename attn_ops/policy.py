@@ -24,7 +24,7 @@ class Policy(NamedTuple):
 
 
 _NO_JIT = "kernels are not generated from a user's source; use the named options"
-_BOUND = "a bound on lengths that the lengths themselves give"
+_BOUND = "a bound on lengths, which are known"
 _REPEATS = "repeats the page table"
 _ACCURACY = "accumulation and softmax are float32"
 _LAUNCH = "a launch attribute of another library's kernels"
@@ -78,14 +78,14 @@ FLASHINFER = Policy(
         "max_seq_len": _BOUND,
         "max_q_len": _BOUND,
         "max_kv_len": _BOUND,
-        "max_item_len_ptr": "a bound on items that the places of their tokens give",
+        "max_item_len_ptr": "a bound on items, which follows from the positions of their tokens",
         "int_workspace_buffer": "a plan owns its integers",
         "int_workspace_buffers": "a plan owns its integers",
         "multi_ctas_kv_counter_buffer": _SCRATCH,
         "semaphores": _SCRATCH,
         "workspace_buffer": "a call without a plan() allocates its own; wrappers do compute in it",
         "cum_seq_lens_kv": _REPEATS,
-        "qk_nope_head_dim": "the width of keys before absorption, which matters to bmm1_scale alone",
+        "qk_nope_head_dim": "the width of keys before absorption, which matters only to bmm1_scale",
         "variant": "one kernel reads caches of any strides",
         "skip_all_rows_active_check": "rows without a key are always handled",
         "mask_indptr_buf": "the offsets of the masks follow from the lengths",

@@ -317,7 +317,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
 
     begin_forward = plan = committing(prepare_plan)
 
-    # FlashInfer has non_blocking in plan() alone: in workspace_size() the arguments after it come one place earlier.
+    # Only FlashInfer's plan() has non_blocking: in workspace_size() the arguments after it come one place earlier.
     _size_signature = inspect.Signature(
         [p for name, p in inspect.signature(prepare_plan).parameters.items() if name not in ("self", "non_blocking")]
     )

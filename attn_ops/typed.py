@@ -1,6 +1,6 @@
 """Typed errors for arguments of a wrong Python type, by the annotations of the signature.
 
-``@typed`` stands on every public function and method. It costs nothing in calls that succeed: the annotations are read
+``@typed`` decorates every public function and method. It costs nothing in calls that succeed: the annotations are read
 when a call has already failed with an error of Python or of PyTorch, to name the argument that caused it. Errors about
 a page table name the arguments that it was given by.
 """

@@ -108,9 +108,9 @@ def selected(peers: Mapping[str, T], args: argparse.Namespace) -> dict[str, T]:
 class Comparison:
     """Implementations of this library and its peers, over the rows of one benchmark.
 
-    ``ours`` must return correct results. Of them, what raises :class:`NotMeasuredError`, and each peer that does not
-    run a problem with a correct result, is listed in ``not_measured``.
-    ``all_peers`` names the peers of the benchmark; those that are not in ``peers`` are listed as left out.
+    ``ours`` must return correct results. If one raises :class:`NotMeasuredError`, or a peer does not run a problem with
+    a correct result, it is listed in ``not_measured``. ``all_peers`` names the peers of the benchmark; those that are
+    not in ``peers`` are listed as left out.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ def _append_and_attend(s: Shape) -> Callable[[], object]:
 
 
 def _dense(s: Shape, times: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, keys and values, of which keys and values have so many times the tokens."""
+    """Query, keys and values. Keys and values have ``times`` as many tokens as the query."""
     heads, kv_heads, dim = s.heads
     q = torch.randn(s.batch, s.rows, heads, dim, dtype=s.dtype)
     return q, *torch.randn(2, s.batch, times * s.length, kv_heads, dim, dtype=s.dtype)

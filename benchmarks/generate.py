@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def make_models(
     size: str, device: str, dtype: torch.dtype, names: Iterable[str], layers: int | None = None
 ) -> dict[str, Any]:
-    """A model for each attention implementation, over the same weights; with so many ``layers``, if that is given."""
+    """A model for each attention implementation, over the same weights; with ``layers`` layers, if given."""
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     fields = {**SIZES[size], **({} if layers is None else {"num_hidden_layers": layers})}

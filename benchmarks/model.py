@@ -172,7 +172,7 @@ def kernel_parts() -> dict[str, str]:
 def part_times(kernels: list[Kernel], part_of: dict[str, str]) -> dict[str, float]:
     """Microseconds of the kernels of one replay by part of the step.
 
-    Inductor adds a suffix to kernel names. Of several names that a kernel contains, the longest counts.
+    Inductor adds a suffix to kernel names. If a kernel's name contains several names, the longest counts.
     """
     times = dict.fromkeys((*part_of.values(), "rest"), 0.0)
     for kernel in kernels:

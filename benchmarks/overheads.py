@@ -1,4 +1,4 @@
-"""Overheads of a decode step besides its kernels: host time, planning, memory, first call, import."""
+"""Overheads of a decode step apart from its kernels: host time, planning, memory, first call, import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages in a C++ process beside the eager ops: microseconds in CUDA graphs, and host time."""
+"""Packages in a C++ process compared with the eager ops: microseconds in CUDA graphs, and host time."""
 
 from __future__ import annotations
 

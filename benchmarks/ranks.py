@@ -53,7 +53,7 @@ def slowest(times: dict[str, float], device: torch.device) -> dict[str, float]:
 def _worker(
     rank: int, world: int, folder: str, on: str, measure: Measure, title: str, note: str, output: Path | None, name: str
 ) -> None:
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # peer loads alone
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # only peer loads
     device = torch.device(on, rank) if on == "cuda" else torch.device(on)
     ours: dict[str, Any] = {"rank": rank, "world_size": world, "init_method": f"file://{folder}/rendezvous"}
     if on == "cuda":
@@ -80,7 +80,7 @@ def _worker(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a benchmark on several GPUs."""
     parser.add_argument("--gpus", type=int, default=0, help="GPUs; default all of this host")
-    parser.add_argument("--cpu", type=int, default=0, help="so many CPU processes in their place, with small rows")
+    parser.add_argument("--cpu", type=int, default=0, help="CPU processes in their place, with small rows")
     parser.add_argument("--output", type=Path, default=None, help="folder of the table; default none")
 
 

@@ -72,7 +72,8 @@ def draw(trace: Trace, batch: int, chunk_tokens: int, seed: int = 0) -> PrefillR
 
 
 class StepImplementation(NamedTuple):
-    """``plan()`` plans the step. ``layer(copy)`` attends to a copy of the KV cache.
+    """An implementation of a serving step. ``plan()`` plans the step; ``layer(copy)`` attends to a copy of the KV
+    cache.
 
     A layer returns outputs ``[rows, heads, head_dim]`` of the decode requests, then of the chunks.
     """
@@ -82,7 +83,7 @@ class StepImplementation(NamedTuple):
 
 
 class StepProblem(PrefillProblem):
-    """The first ``decoding`` requests have one query row each; the others have a chunk."""
+    """A serving step. Its first ``decoding`` requests have one query row each; the others have a chunk."""
 
     def __init__(self, row: PrefillRow, device: str = "cuda") -> None:
         super().__init__(row, device=device)

@@ -200,9 +200,9 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DemoError(f"--output {path} cannot be created ({error.strerror}); give a folder that can be") from error
+        raise DemoError(f"--output {path} cannot be created ({error.strerror}); give another folder") from error
     if not os.access(path, os.W_OK):
-        raise DemoError(f"--output {path} is not writable; give a folder that is")
+        raise DemoError(f"--output {path} is not writable; give a writable folder")
 
 
 def _shard(model: LanguageModel, mesh: DeviceMesh) -> LanguageModel:

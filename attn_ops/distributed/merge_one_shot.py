@@ -1,7 +1,7 @@
 """Merge the states of ranks on one host in one kernel, through symmetric memory: the op ``attn::merge_context``.
 
-The op is not in ``attn_ops/ops/schemas.py``: it runs on CUDA alone, with addresses that are valid in this process
-alone, so it has no reference and cannot be packaged. A compiled graph calls it.
+The op is not in ``attn_ops/ops/schemas.py``: it runs only on CUDA, with addresses that are valid only in this process,
+so it has no reference and cannot be packaged. A compiled graph calls it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ContextExchange:
     the reason, the same on all ranks, and :func:`merge_context` uses a collective.
 
     The kernel of a rank waits on its GPU for the kernels of the other ranks. After ``timeout_s`` it ends with NaN, and
-    the exchange has failed for good, on all ranks: later kernels do not wait, and give NaN. Eager calls raise the
+    the exchange has failed permanently, on all ranks: later kernels do not wait, and give NaN. Eager calls raise the
     RankError of :meth:`check` as soon as the host knows. Compiled graphs and CUDA graphs do not: call :meth:`check`
     after a step. To go on, make a new exchange on all ranks. An error that all ranks raise before their kernels, such
     as a CapacityError, leaves the exchange as it was. If only some ranks raise an error, the kernels of the other

@@ -109,7 +109,7 @@ class _ShardedCall:
                 fail(PlacementError, self.op, what, "one mesh", "redistribute one of them")
         if mesh.get_coordinate() is None:
             what, expected = "this rank is not in the mesh of the DTensors", "a rank of the mesh"
-            fail(PlacementError, self.op, what, expected, "call the op on the ranks of the mesh alone")
+            fail(PlacementError, self.op, what, expected, "call the op only on the ranks of the mesh")
         return mesh
 
     def _axes(self) -> list[Axis | None]:

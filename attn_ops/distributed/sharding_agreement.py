@@ -41,7 +41,7 @@ class RankAgreement:
 
     @typed
     def __init__(self, mesh: DeviceMesh, timeout: float = 60.0) -> None:
-        check_in_mesh("RankAgreement", mesh, "create it on those ranks alone")
+        check_in_mesh("RankAgreement", mesh, "create it only on those ranks")
         if not timeout > 0:
             fail(OptionError, "RankAgreement", f"timeout is {timeout}", "more than 0 seconds", "change it")
         self.ranks, self.timeout = sorted(mesh.mesh.flatten().tolist()), timeout

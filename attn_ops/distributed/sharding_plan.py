@@ -49,7 +49,7 @@ def shard_plan(plan: Plan, mesh: DeviceMesh) -> Plan:
         RankError: there is no process group, or this rank is not in the mesh.
         ShapeError: the heads do not divide evenly. A single KV head is on every rank.
     """
-    check_in_mesh("shard_plan", mesh, "call it on those ranks alone")
+    check_in_mesh("shard_plan", mesh, "call it only on those ranks")
     problem, shards = PlanProblem.of(plan.problem), mesh.size()
     check_head_shards("shard_plan", problem.sharded_heads(), shards)
     return local_plan(plan, shards)

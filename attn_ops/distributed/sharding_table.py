@@ -1,7 +1,7 @@
 """Which dimension of each argument of each op can be sharded: by heads, and for merges also by rows.
 
 :data:`SHARDED_DIMS` lists the arguments with such a dimension. All other tensors of an op are the same on every rank.
-An op without axes takes and returns replicated tensors alone.
+An op without axes takes and returns only replicated tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bound calls: repeated calls of methods and functions on the CPU, which go straight to the backend's functions.
 
-Checks, scales and options of a call depend on its key alone, which is the key of a checked call
+Checks, scales and options of a call depend only on its key, which is the key of a checked call
 (:mod:`attn_ops.eager.checked_call`). The first call of a key runs as written, and is bound: for each tensor that its
 ops take, the *bound call* stores where a later call finds it, and no tensor of a caller. A later call of the key calls
 the same functions of the backend with its own tensors. The source of each tensor is one of these:
@@ -55,7 +55,7 @@ def first_call(
 ) -> tuple[Any, Callable[[Sequence[Tensor]], Any] | None] | None:
     """Check and execute the call. Returns the result and the bound call, a function of ``arguments``, or None for it.
 
-    Returns None alone, and executes nothing, if the dispatcher must see the call.
+    If the dispatcher must see the call, executes nothing and returns None instead of a tuple.
     """
     given = (op_call, *op_call.before)
     calls = [call for call in (passed_on(x.op, x.args, x.kwargs) for x in given) if call is not None]

@@ -1,6 +1,6 @@
 """Captured calls: the launches of an eager call on CUDA, and the sources of the tensors that they take.
 
-A :class:`CapturedCall` has the launches of a call of an op. :meth:`~CapturedCall.bind` makes a prepared call of it,
+A :class:`CapturedCall` has the launches of a call of an op. :meth:`~CapturedCall.bind` makes a prepared call from it,
 which makes the same launches with other tensors. Both need the extension module (``attn_ops/native/extension``).
 """
 
@@ -68,7 +68,7 @@ class CapturedCall(NamedTuple):
         scratch: Sequence[Tensor] = (),
         views: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Any:
-        """A prepared call, which takes other tensors in the place of ``arguments``; None if there can be none.
+        """A prepared call, which takes other tensors in place of ``arguments``; None if there can be none.
 
         Args:
             arguments: the tensors of the call, in the order in which a later call passes its tensors.
@@ -153,7 +153,7 @@ than ``as_strided``, and Autograd does not track it."""
 
 
 class View(NamedTuple):
-    """A view of another tensor, its base: sizes, strides, and the elements that it begins ahead of the base."""
+    """A view of another tensor, its base: sizes, strides, and its offset from the base in elements."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]

@@ -3,7 +3,7 @@
 Checks read sizes, strides, dtypes and options, but no contents. So a call passes them if an earlier call of its key
 did, and calls the same function of the backend. The key is that of a prepared call
 (:mod:`attn_ops.eager.op_cache`) without the device, alignment and capture, and with the sizes of a plan's tensors
-in the place of their identity. Without the extension module every call is checked.
+in place of their identity. Without the extension module every call is checked.
 
 Ops       :attr:`CheckedCalls.op` behind the dispatcher, :attr:`CheckedCalls.direct` before it
           (:mod:`attn_ops.eager.op_entry`)
@@ -51,7 +51,7 @@ class CheckedCalls(Undispatched):
 
     op      the implementation of the op, behind the dispatcher
     direct  the same before the dispatcher, which it calls if the dispatcher must see the call
-    passes  the checks alone
+    passes  only the checks
     """
 
     def __init__(self, name: str, check: Check) -> None:

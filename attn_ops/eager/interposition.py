@@ -27,7 +27,7 @@ INTERPOSITION_CHECKS = (
 
 
 def is_traced() -> bool:
-    """Whether ops may be recorded in a graph or transformed. Their results are then valid in this call alone.
+    """Whether ops may be recorded in a graph or transformed. Their results are then valid only in this call.
 
     In a mode or transform, such as ``make_fx`` and ``vmap``, a tensor may stand for other tensors.
     """

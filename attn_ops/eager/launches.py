@@ -15,6 +15,8 @@ from attn_ops.eager.captured_call import CapturedCall, Launch, outputs_of
 
 
 class _Captured(threading.local):
+    """The capture of a call in a thread."""
+
     launches: list[Launch | None] | None = None
     """The launches of the call that this thread captures, if any; None for a launch that cannot be replayed."""
 

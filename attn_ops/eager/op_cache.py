@@ -52,7 +52,8 @@ FirstCall = Callable[[Sequence[Any], dict[str, Any]], tuple[Any, CapturedCall | 
 
 
 class Undispatched:
-    """A cache of one op's calls that is asked before the dispatcher. Calls that it cannot make go to the dispatcher."""
+    """A cache of one op's calls that is looked up before the dispatcher. Calls that it cannot make go to the
+    dispatcher."""
 
     name: str
     _on_miss: Callable[..., Any]

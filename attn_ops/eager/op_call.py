@@ -79,7 +79,7 @@ class Lookup(NamedTuple):
 
     by       the arguments that decide which tensors are found
     found    the tensors that this call found
-    find     finds the tensors of a later call, given its arguments in the place of ``by``; None if that call must run
+    find     finds the tensors of a later call, given its arguments in place of ``by``; None if that call must run
              as written
     """
 
@@ -89,18 +89,18 @@ class Lookup(NamedTuple):
 
 
 class OpCall(NamedTuple):
-    """A call of an op, and what becomes of its outputs.
+    """A call of an op, and how its outputs become the result.
 
     finalize      makes the result from the op's outputs; None if the outputs are the result
     destinations  the caller's buffer for each output, or None for an output without one. None in place of the tuple:
                   the result is not the outputs, ``finalize`` computes
-    unpack        whether the result is the first output alone
+    unpack        whether the result is only the first output
     shape         shape of the first output in the result, if it differs from the op's
     scratch       arguments of the op that the call itself allocated, with undefined contents
     views         pairs ``(view, base)``: arguments of the op that begin where ``base``, a caller's argument, does
     before        calls of ops, without results, that are made first
     lookup        how the call finds tensors that are not its arguments
-    repeatable    whether ``finalize`` depends on the op's outputs alone, and keeps no tensor
+    repeatable    whether ``finalize`` depends only on the op's outputs, and keeps no tensor
     """
 
     op: str
@@ -128,7 +128,7 @@ class OpCall(NamedTuple):
     def then(self, function: Callable[[Any], Any], *, repeatable: bool = True) -> OpCall:
         """The call whose result is ``function`` of the result of this call, which has a ``finalize``.
 
-        ``repeatable``: whether ``function`` depends on that result alone, and keeps no tensor.
+        ``repeatable``: whether ``function`` depends only on that result, and keeps no tensor.
         """
         finalize = self.finalize
         assert finalize is not None

@@ -1,6 +1,6 @@
 """Prepared calls: the first eager call of a key on CUDA is captured, and later calls replay its kernel launches.
 
-A decode step makes the same calls for every layer and token. To check a call, choose its kernel and lay out the
+A decode step makes the same calls for every layer and token. Checking a call, choosing its kernel and laying out the
 parameters takes the host longer than the launch. A prepared call makes the launches of an earlier call with other
 tensors (:mod:`attn_ops.eager.captured_call`).
 
@@ -43,7 +43,7 @@ class PreparedCalls(dict[Callable[..., Any], Any]):
 
 
 class BoundCalls(PreparedCalls):
-    """The same on the CPU, where methods make bound calls."""
+    """A cache of bound calls for each prepared method of a plan's owner, on the CPU."""
 
     on_cuda = False
 
@@ -146,7 +146,7 @@ def _method_cache(method: Callable[..., Executable], on_cuda: bool) -> Any:
 def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
     """Decorator of a method that returns a call without executing it: execute the call, or its prepared call.
 
-    The call depends on the arguments, the plan and the number of :class:`HasPreparedCalls` alone, and the method does
+    The call depends only on the arguments, the plan and the number of :class:`HasPreparedCalls`, and the method does
     nothing that a repetition must do again.
     """
 
@@ -165,7 +165,7 @@ def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
 
 
 def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
-    """:func:`prepared` for a function whose call depends on its arguments alone.
+    """:func:`prepared` for a function whose call depends only on its arguments.
 
     The first argument, or ``q`` by name, is a tensor. Tensors of a plan are arguments like all other tensors: their
     addresses may change from call to call.

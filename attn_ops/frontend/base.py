@@ -68,7 +68,7 @@ _PLAN = ("_resizable", "_planned", "_repeatable", "_mask")
 
 
 class Wrapper(EngineAttributes):
-    """Holds a plan between calls.
+    """Base class of the wrappers, which hold a plan between calls.
 
     ``float_workspace_buffer`` of any dtype is the op's scratch memory, and its device is the wrapper's. A wrapper
     serves calls that run one after another.
@@ -116,7 +116,7 @@ class Wrapper(EngineAttributes):
         return _with_attributes(self, copy.deepcopy(own, {id(t): t for t in shared}))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the view of the caller's buffer: ``torch.save`` takes a storage in one dtype alone."""
+        """The state without the view of the caller's buffer: ``torch.save`` takes a storage in only one dtype."""
         state = {**vars(self), "_repeatable": None}
         if self._planned is not None and self._workspace is not None:
             state["_planned"] = replace(self._planned, workspace=torch.empty(0, device=self.device))
@@ -279,7 +279,7 @@ class Wrapper(EngineAttributes):
         return batch, size, self._graph.capacity(batch.spec.page_size, size if held is None else held.capacity)
 
     def _sized_by_shapes(self, batch: Batch) -> bool:
-        """Whether shapes alone size the plan: for decode on CUDA, if the kernel does no work for unused capacity."""
+        """Whether the size of the plan depends only on shapes: for decode on CUDA, if unused capacity costs no work."""
         op, table, spec, options, dtypes = batch
         if not spec.decode or not table.kv_indptr.is_cuda or dtypes is None:
             return False
@@ -371,7 +371,7 @@ def _with_attributes(owner: T, changed: Mapping[str, Any]) -> T:
 
 
 class WrapperGroup:
-    """Has wrappers as attributes. A copy has copies of them, and so plans of its own."""
+    """Base class of wrappers that consist of other wrappers, their attributes. A copy has copies of these."""
 
     def __copy__(self) -> WrapperGroup:
         attributes = vars(self).items()
@@ -383,7 +383,7 @@ class WrapperGroup:
 
 
 def reset_workspaces(where: str, buffer: Tensor, *wrappers: Wrapper) -> None:
-    """Let ``wrappers`` use ``buffer`` in the place of their workspace, once all of them have checked it."""
+    """Let ``wrappers`` use ``buffer`` in place of their workspace, once all of them have checked it."""
     planned = [wrapper._with_workspace(where, buffer) for wrapper in wrappers]
     for wrapper, batch in zip(wrappers, planned, strict=True):
         wrapper._workspace, wrapper._planned, wrapper._repeatable = buffer, batch, None

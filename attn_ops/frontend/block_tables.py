@@ -22,7 +22,7 @@ from attn_ops.symbolic_sizes import holds
 
 
 class TableNames(NamedTuple):
-    """The arguments of a function that have the block tables, the lengths and, unless it is fixed, the layout."""
+    """Names of a function's arguments for the block tables, the lengths and, unless it is fixed, the layout."""
 
     table: str = "block_tables"
     lengths: str = "seq_lens"

@@ -1,6 +1,6 @@
 """Plans that are made inside a call: for one-shot calls, and for calls that an earlier plan does not fit.
 
-A plan's capacity follows from shapes alone, so the host waits for no device, and the call traces: under
+A plan's capacity depends only on shapes, so the host waits for no device, and the call traces: under
 ``torch.compile`` and ``torch.export`` it is a page-table op (for block tables), a plan op and an attention op.
 """
 
@@ -43,8 +43,8 @@ from attn_ops.plan.state import (
 from attn_ops.symbolic_sizes import at_least, at_most, decide
 
 MIN_IDLE_BLOCKS = 24
-"""KV blocks, about 10 us on an H200, which a plan takes in a CUDA graph. The first planned eager call of a length takes
-the host about 100 us more, later calls nothing."""
+"""The time of planning in a CUDA graph, about 10 us on an H200, as a number of KV blocks. The first planned eager call
+of a length takes the host about 100 us more, later calls nothing."""
 
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
@@ -101,7 +101,7 @@ def without_window(plan: Plan) -> Plan:
 
 
 def with_pages(plan: PrefillPlan, kv_indices: Tensor) -> PrefillPlan:
-    """The same batch in a new plan over other pages, ``kv_indices``, as many as ``plan`` has."""
+    """The same batch in a new plan over other pages: ``kv_indices``, of the same number as in ``plan``."""
     return _replanned(plan, PlanProblem.of(plan.problem), kv_indices)
 
 
@@ -155,11 +155,11 @@ def expected_keys(longest: int | Tensor | None) -> int | None:
 
 
 class BlockTables(NamedTuple):
-    """A batch by ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device.
+    """A batch given by ``block_tables [batch, width]`` and ``seq_lens [batch]``, int32 on the query's device.
 
     qo_indptr  ``[batch + 1]``; None for decode, one query row per request
     rows       query rows of the batch
-    tree_mask  which of the last tokens of its request each row sees, in the place of ``causal``
+    tree_mask  which of the last tokens of its request each row sees, in place of ``causal``
     keys       the keys of one rank; None for all keys
     expected   the result of :func:`expected_keys`
     """
@@ -212,7 +212,7 @@ class BlockTables(NamedTuple):
 
 
 class RaggedLengths(NamedTuple):
-    """A batch of ragged KV by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
+    """A batch of ragged KV given by cumulative lengths, int32 ``[batch + 1]`` on the query's device.
 
     ``rows`` and ``keys`` are sizes of the query and of the keys. ``max_kv_len``: most keys of one request, if known.
     ``expected``: most keys of one request as the caller says, on which no result may depend.

@@ -33,7 +33,10 @@ PLAN_FIELDS_BY_LENGTH = ("qo_indptr", "kv_len")
 
 @dataclass
 class GraphBuffers:
-    """``buffers``: plan field, or ``kv_last_page_len`` or ``mask`` -> (the argument's name, its tensor)."""
+    """The caller's buffers of a wrapper in CUDA-graph mode.
+
+    ``buffers``: plan field, or ``kv_last_page_len`` or ``mask`` -> (the argument's name, its tensor).
+    """
 
     where: str
     device: torch.device

@@ -155,11 +155,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
             twice: a latent is a key and a value at once. The first ones are read.
         sparse_mla_top_k: if not 0, ``block_tables`` is ``[batch, q_len, sparse_mla_top_k]`` or ``[rows, ...]``: the
             tokens of each query row, ``page * page_size + offset``, each once and in any order; negative entries do not
-            count. ``seq_lens [batch]``: a row counts at most as many tokens as its request has up to that row.
+            count. ``seq_lens [batch]``: a row counts at most the number of tokens that its request has up to that row.
             ``[batch, q_len]``: the number of tokens of each row. None: all tokens count.
         sparse_mla_top_k_lens: int ``[rows]``, tokens of each query row, which precede its negative entries. Without
             these lengths every call moves negative entries to the end.
-        bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
+        bmm1_scale: multiplies the logits, in place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         enable_dcp, cp_world, cp_rank: this rank holds tokens ``cp_rank``, ``cp_rank + cp_world`` and so on of each
             request, and ``block_tables`` and ``seq_lens`` are those of these tokens. The result is attention over these
             tokens: merge it with the results of the other ranks. ``sinks`` are refused with several ranks.
@@ -284,7 +284,7 @@ def trtllm_ragged_attention_deepseek(
         query: ``[nnz_qo, num_qo_heads, head_dim_qk]``, of request b the rows ``cum_seq_lens_q[b]`` to ``[b + 1]``.
         key, value: ``[nnz_kv, num_kv_heads, head_dim]``, packed by ``cum_seq_lens_kv``. FP8 values with keys of another
             dtype are copied in that dtype, which is exact.
-        bmm1_scale: multiplies the logits, in the place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
+        bmm1_scale: multiplies the logits, in place of ``sm_scale``. ``bmm2_scale``: multiplies the output.
         batch_size: requests of ``cum_seq_lens_q``.
         max_kv_len: no result depends on it beyond rounding. A small number lets a kernel for few keys run, in eager
             calls on Hopper.

@@ -47,7 +47,7 @@ def _with_page(cache: Tensor, kv_layout: str) -> Tensor:
 def paged_sizes(where: str, cache: Tensor, kv_layout: str) -> tuple[int, int]:
     """``(page_size, num_kv_heads)`` of a 4-D cache."""
     if cache.dim() != 4:
-        fail(ShapeError, where, f"a KV cache is {shape_of(cache)}", LAYOUTS[kv_layout], "view it so")
+        fail(ShapeError, where, f"a KV cache is {shape_of(cache)}", LAYOUTS[kv_layout], "view it in this shape")
     token, head = PAGED_DIMS[kv_layout]
     return cache.shape[token], cache.shape[head]
 
@@ -75,7 +75,7 @@ def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Te
 
 
 def values_for(k: Tensor, v: Tensor) -> Tensor:
-    """``v``, or a copy in the dtype of ``k`` if the values alone are FP8: ops take one dtype, and this is exact."""
+    """``v``, or a copy in the dtype of ``k`` if only the values are FP8: ops take one dtype, and this is exact."""
     return v.to(k.dtype) if v.dtype in FP8 and k.dtype not in FP8 else v
 
 

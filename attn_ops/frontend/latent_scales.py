@@ -87,7 +87,7 @@ class GroupScales(NamedTuple):
     def dequantize(
         self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], page_table: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The op's tensors with caches of the pages in ``page_table [entries]`` alone, in that order."""
+        """The op's tensors with caches of only the pages in ``page_table [entries]``, in that order."""
         q_nope, q_pe, ckv, kpe = tensors
         pages = page_table.clamp(0, max(0, ckv.shape[0] - 1)).long() if ckv.shape[0] else page_table[:0].long()
         dtype = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype

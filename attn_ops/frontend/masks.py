@@ -86,7 +86,7 @@ def packed_single_mask(
 
 
 def pack(where: str, mask: Tensor, bits: Tensor, size: int | None = None) -> Tensor:
-    """``mask [sum(bits)]`` packed by request, in ``size`` bytes; None for as many as ``bits``, on the host, need."""
+    """``mask [sum(bits)]`` packed by request, in ``size`` bytes; None: the bytes that ``bits``, on the host, need."""
     if mask.shape[0] >= 1 << 31:
         fail(
             CapacityError,
@@ -192,7 +192,7 @@ def multi_item_mask(
     """bool ``[sum(qo_len * kv_len)]``: the mask of causal items after one prefix, which do not see each other.
 
     A token sees the prefix and, of its own item, the tokens after the delimiter up to itself. No row sees a delimiter,
-    and the row of a delimiter sees the prefix alone.
+    and the row of a delimiter sees only the prefix.
 
     Args:
         prefix_len: int ``[batch]``, the tokens of each request before its first item.

@@ -170,7 +170,7 @@ def dense_call(
     """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first.
 
     Few query rows over many keys are planned, so that their keys are split over the device. Calls of the same sizes,
-    as of the layers of a model, share the plan.
+    such as those of a model's layers, share the plan.
     """
     q, *kv = tensors
     k, v = kv if kv_layout == "NHD" else (t.transpose(0, 1) for t in kv)
@@ -183,7 +183,7 @@ def dense_call(
     decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
     if decode:
         options = options._replace(causal=False, window_right=-1)  # no key follows the row: it is at the last key
-        # Pages of one token, which the general kernel alone takes.
+        # Pages of one token, which only the general kernel takes.
         spec = ragged_spec(q, k, v, options)._replace(decode=True, paged=True)
 
     def make() -> DecodePlan | PrefillPlan:

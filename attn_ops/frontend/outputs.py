@@ -49,7 +49,7 @@ class OutputSpec(NamedTuple):
     lse_layout  ``"NH"`` for ``[rows, heads]``, ``"HN"`` for ``[heads, rows]``, or ``[batch, heads, seqlen]`` where
                 ``rows_shape`` is ``(batch, seqlen)``
     padded      the padding of an ``lse`` buffer of three dimensions
-    rows_shape  dimensions of the output in the place of ``rows``, for a query of more than three dimensions
+    rows_shape  dimensions of the output in place of ``rows``, for a query of more than three dimensions
     out_name    the caller's name of ``out``
     """
 
@@ -103,7 +103,7 @@ class OutputSpec(NamedTuple):
         return q_dtype if self.out is None else self.out.dtype
 
     def destinations(self) -> tuple[Tensor | None, ...] | None:
-        """The buffers of the op's ``out`` and ``lse``, or None for each; None alone if the LSE is converted."""
+        """The buffers of the op's ``out`` and ``lse``, or None for each; a single None if the LSE is converted."""
         plain_lse = self.lse_base == "log2" and self.lse_layout == "NH" and self.padding is None
         if self.needs_lse and not plain_lse:
             return None
@@ -114,7 +114,7 @@ class OutputSpec(NamedTuple):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The result, from the op's ``out [rows, heads, head_dim]`` and ``lse``, which may be None if it is not needed.
 
-        The output is multiplied by ``scale``, a number or a float32 tensor of no dimensions, ``[heads, 1]`` or
+        The output is multiplied by ``scale``, a number, a 0-dim float32 tensor, or one of shape ``[heads, 1]`` or
         ``[rows, heads, 1]``, and converted to ``dtype``.
         """
         if isinstance(scale, Tensor) or (scale != 1.0 and dtype != out.dtype):

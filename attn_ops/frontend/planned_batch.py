@@ -91,7 +91,7 @@ class PlannedBatch:
         self.prepared = new_caches(self.workspace.device, number, on_cpu=True)
 
     def keep_prepared(self, earlier: PlannedBatch | None) -> None:
-        """Take the prepared calls of an earlier batch whose calls differ in the number of rows and keys alone."""
+        """Take the prepared calls of an earlier batch whose calls differ only in the number of rows and keys."""
         if earlier is None or earlier.prepared is None or self.prepared is None:
             return
         if self._identity() == earlier._identity():

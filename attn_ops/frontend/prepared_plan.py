@@ -1,6 +1,6 @@
 """plan() of every wrapper: a batch is prepared, which checks it and changes nothing, and then committed.
 
-If the size of a plan depends on shapes alone, a plan() that differs from the last one only in the contents of tensors
+If the size of a plan depends only on shapes, a plan() that differs from the last one only in the contents of tensors
 writes the plan without preparing it.
 """
 

@@ -119,7 +119,7 @@ def as_factor(where: str, name: str, scale: Scale, device: torch.device, heads: 
             where,
             f"{name} has {values} values",
             "one for the whole tensor",
-            "scales per head are q_scale, k_scale and v_scale of an FP8 query alone",
+            "scales per head are only for q_scale, k_scale and v_scale of an FP8 query",
         )
     expected = heads.num_qo_heads if name in PER_QUERY_HEAD else heads.num_kv_heads
     if values != expected:

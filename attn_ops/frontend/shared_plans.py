@@ -121,7 +121,7 @@ class _HostEntry(NamedTuple):
 
 
 class HostPlans:
-    """Plans of batches whose lengths are on the host, by their contents. The least recently used goes first."""
+    """Plans of batches whose lengths are on the host, by their contents. The least recently used is evicted first."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[Hashable, _HostEntry] = OrderedDict()
@@ -130,7 +130,7 @@ class HostPlans:
         """The value made from tensors of equal contents by an earlier call, else the result of ``make``.
 
         Sizes of ``tensors`` are in ``key``. Without ``make`` the result is None if there is no such value, or if its
-        page table has not been checked for as few ``cache_pages``.
+        page table has only been checked for larger caches than ``cache_pages``.
         """
         entry, now = self.entries.get(key), contents(tensors)
         if entry is None or entry.contents != now:
@@ -204,7 +204,7 @@ class Found(NamedTuple):
     value   the plan, or the metadata that has it
     by      the key of a shared plan, else None
     given   makes the lookup of later calls on the CPU, if ``value`` was an argument of the call
-    replan  checks other tensors in the place of those of ``by``, and plans for them; it keeps no tensor
+    replan  checks other tensors in place of those of ``by``, and plans for them; it keeps no tensor
     """
 
     value: Any

@@ -1,6 +1,6 @@
 """``trtllm_*`` and ``xqa_batch_decode``: block tables, layout HND by default, one scale for each product.
 
-``bmm1_scale`` takes the place of ``sm_scale`` and of all scales of query and keys, ``bmm2_scale`` multiplies the
+``bmm1_scale`` replaces ``sm_scale`` and of all scales of query and keys, ``bmm2_scale`` multiplies the
 output; each is a number or a 0-d tensor. They run on this library's kernels whatever their name.
 """
 
@@ -85,7 +85,7 @@ def _caches_and_table(
 class _Decode(NamedTuple):
     """A call that decodes by block tables, as the public functions describe it.
 
-    cu_rows       the name and the tensor of the cumulative query rows, in the place of ``q_len_per_req``
+    cu_rows       the name and the tensor of the cumulative query rows, in place of ``q_len_per_req``
     mask          the tree mask of draft tokens
     shared_pages  keys and values have one table
     context       the shard, and the tokens of each request on all ranks before its query rows

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class RunWithLse:
-    """A wrapper whose ``run`` has an argument ``return_lse``."""
+    """Base class of wrappers whose ``run`` has an argument ``return_lse``."""
 
     run: Any
 
@@ -16,7 +16,7 @@ class RunWithLse:
 
 
 class ForwardWithLse(RunWithLse):
-    """A wrapper whose ``forward``, of the 0.1 interface, has an argument ``return_lse`` too."""
+    """Base class of wrappers whose ``forward``, of the 0.1 interface, has an argument ``return_lse`` too."""
 
     forward: Any
 

@@ -158,7 +158,7 @@ def xqa_mla(
     Args:
         q: ``[batch, num_heads, ckv + kpe]``, or with a beam of 1 as for :func:`xqa`.
         k_cache: ``[pages, page_size, ckv + kpe]``, or flat ``[pages * page_size, ckv + kpe]`` with ``page_size``.
-            ``v_cache``: the same memory, whose columns give ``ckv``; with as many columns as ``k_cache``, ``ckv`` is
+            ``v_cache``: the same memory, whose columns give ``ckv``; if it has all columns of ``k_cache``, ``ckv`` is
             512. Other memory is refused, except while tracing, where memory is not known.
         q_scale: the softmax scale too, unlike in :func:`xqa`. ``kv_scale`` multiplies the output as well.
         page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.

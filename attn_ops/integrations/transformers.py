@@ -24,7 +24,8 @@ NAME = "attn_ops"
 """``attn_implementation`` of models."""
 
 PAGED_NAME = "attn_ops_flash_3"
-"""The same in continuous batching, which takes names with "flash" alone, and block tables with "flash" and 2 or 3."""
+"""The same in continuous batching, which takes only names with "flash", and block tables only for "flash" and 2 or
+3."""
 
 
 def register() -> str:
@@ -224,7 +225,7 @@ def _bounded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
         with step.plans():
             return _packed(query, key, value, step.tables["packed"], kind.causal, kind.window_size, options)
     rows = query.shape[2]
-    # Of a static cache. A layer that has the keys of an earlier one may compute the last rows alone.
+    # Of a static cache. A layer that has the keys of an earlier one may compute only the last rows.
     prompt = kind.prompt and not getattr(module, "is_kv_shared_layer", False)
     if prompt or (rows > 1 and not (kind.partial or kind.padded)):
         _check_sizes(query, key, mask, step.kv_length)
@@ -244,7 +245,7 @@ def _bounded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
 
 
 def _check_sizes(query: Tensor, key: Tensor, mask: Tensor, kv_length: int | None) -> None:
-    """Raise unless the mask is for the requests of the query and, if ``kv_length`` is known, for as many keys."""
+    """Raise unless the mask is for the query's requests and, if ``kv_length`` is known, for that number of keys."""
     if mask.shape[0] != query.shape[0]:
         shown, expected = f"the mask is for {mask.shape[0]} requests", f"{query.shape[0]}, as the query"
         fail(ShapeError, WHERE, shown, expected, "repeat it")
@@ -308,7 +309,7 @@ def _paged(
         step.paged[kind] = key, value, kwargs["k_cache"], kwargs["v_cache"], *step.tables[form]
     found = step.paged.get(kind, (None, None))
     if found[0] is not key or found[1] is not value:
-        what = "a layer has no paged cache, and its keys are of no earlier layer of its type in this step"
+        what = "a layer has no paged cache, and no earlier layer of its type in this step has its keys"
         unsupported(WHERE, what, "pass ContinuousBatchingConfig(max_blocks_per_request=0)")
     return found[2:]
 

@@ -76,7 +76,10 @@ class Buffer:
 
 def _growing(layer_class: Any) -> Any:
     class GrowingLayer(layer_class):
-        """Keys and values ``[batch, num_kv_heads, tokens, head_dim]`` are views of ``buffers`` of larger capacity."""
+        """A cache layer that grows in place: its keys and values are views of ``buffers`` of larger capacity.
+
+        Both are ``[batch, num_kv_heads, tokens, head_dim]``.
+        """
 
         keys: Any
         values: Any
@@ -121,7 +124,7 @@ def _growing(layer_class: Any) -> Any:
             return other
 
         def __reduce__(self) -> tuple[Any, ...]:
-            """Pickled as a layer of transformers, with the tokens in use alone."""
+            """Pickled as a layer of transformers, with only the tokens in use."""
             held = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self._state().items()}
             return copyreg._reconstructor, (layer_class, object, None), held  # type: ignore[attr-defined]
 

@@ -41,7 +41,7 @@ _SPARSE = {"index_topk": "DeepSeek sparse attention", "keep_window_size": "dynam
 """Attention to selected keys, which reads the mask to select them, by the setting that such models have."""
 
 _READERS = {"bigbird_pegasus", "nllb-moe"}
-"""Other types of encoder-decoder models whose own code reads the mask. That of a decoder alone does not."""
+"""Other types of encoder-decoder models whose own code reads the mask. The code of a decoder-only model does not."""
 
 _POOLING = {"siglip2_vision_model"}
 """Types of models that pool all rows to one by attention of their own, PyTorch's. It takes a mask of booleans."""
@@ -76,6 +76,8 @@ class Step:
 
 
 class _LastingPlans(SharedPlans):
+    """Shared plans of a step, which the end of a block does not drop."""
+
     def __exit__(self, *_: object) -> None:
         active_blocks().pop()
 
@@ -87,7 +89,7 @@ class Kind(NamedTuple):
     partial  requests end before the last key of the cache
     padded   requests may begin after the first key
     packed   the bounds are those of sequences in one row
-    prompt   partial, and the cache has the keys of the rows alone, which are its first
+    prompt   partial, and the cache has only the keys of the rows, which are its first
     window   keys before the row's position that it sees, and itself (after it too, if not causal); 0 for all
     """
 
@@ -154,12 +156,12 @@ def attention_bounds(
     """A mask function for ``AttentionMaskInterface``, with transformers' arguments.
 
     Raises:
-        UnsupportedError: the mask is no causal or bidirectional one, with a window, left padding or packed sequences;
-            or the model's own code reads it.
+        UnsupportedError: the mask is not a causal or bidirectional one, with a window, left padding or packed
+            sequences; or the model's own code reads it.
         ShapeError: the mask is causal, and ``attention_mask`` has fewer tokens than the cache after the step.
     """
     assert mask_function is not None
-    causal = allow_is_bidirectional_skip is None  # which transformers passes for bidirectional masks alone
+    causal = allow_is_bidirectional_skip is None  # which transformers passes only for bidirectional masks
     names = _supported_names(mask_function, config, local_size, use_vmap)
     if q_length == 1 and attention_mask is not None and getattr(config, "model_type", None) in _POOLING:
         return attention_mask[:, None, None].bool()
@@ -208,8 +210,8 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
     """The names of the functions that a mask function combines, none when traced.
 
     Raises:
-        UnsupportedError: it makes no causal or bidirectional mask, with a window or packed sequences; or the model's
-            own code reads it.
+        UnsupportedError: it does not make a causal or bidirectional mask, with a window or packed sequences; or the
+            model's own code reads it.
     """
     _refuse_readers(config)
     names = set() if is_traced() else set(_names(function))
@@ -226,7 +228,7 @@ def _supported_names(function: Callable[..., Any], config: Any, local_size: int 
 
 
 def _refuse_readers(config: Any) -> None:
-    """Raise for a model whose own code reads the mask, which is no tensor of booleans or biases here."""
+    """Raise for a model whose own code reads the mask, which is not a tensor of booleans or biases here."""
     readers = [f"{name} (config.{setting})" for setting, name in _SPARSE.items() if getattr(config, setting, None)]
     if getattr(config, "is_encoder_decoder", False) and config.model_type in _READERS:
         readers.append(config.model_type)

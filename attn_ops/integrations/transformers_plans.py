@@ -56,7 +56,7 @@ Free = list[tuple[SchedulerMetadata, Tensor]]
 
 
 class Lease:
-    """A plan in use. At the end of its life it is free."""
+    """Holds a plan that is in use. When this object is freed, other steps may use the plan."""
 
     def __init__(self, metadata: SchedulerMetadata, table: Tensor, free: Free) -> None:
         self.metadata, self.table, self.free = metadata, table, free
@@ -66,6 +66,8 @@ class Lease:
 
 
 class _Free(threading.local):
+    """The free plans of a thread."""
+
     def __init__(self) -> None:
         self.plans: BoundedCache[Hashable, Free] = BoundedCache(MAX_SIZES)
         """The free plans, by size."""

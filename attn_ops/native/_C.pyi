@@ -47,7 +47,7 @@ class PreparedCall:
             outputs: of each, the index of the argument that it is written to, a function that allocates it, or a tensor
                 without elements that every call returns.
             unpack: return the first output, or None without one, instead of a tuple of all.
-            scratch: functions that allocate memory for the launches alone.
+            scratch: functions that allocate memory that only the launches use.
         """
 
     def call(self, arguments: tuple[Any, ...]) -> Any:
@@ -93,7 +93,7 @@ class CallCache:
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def connect(path: str) -> None:
-    """Use this library in the place of that of the CUDA driver."""
+    """Use this library in place of that of the CUDA driver."""
 
 def is_regular(out: Tensor, lse: Tensor) -> bool | None:
     """Whether all numbers of ``out`` are finite, and those of ``lse`` below infinity and not 0.

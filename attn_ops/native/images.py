@@ -63,7 +63,7 @@ class NoImageError(Exception):
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a call. The call tells its sizes and strides."""
+    """A tensor of a call. The call gives its sizes and strides."""
 
     name: str
     dtype: torch.dtype

@@ -80,7 +80,7 @@ class Backend:
                          function may have an attribute ``for_key``, which :meth:`for_key` calls
     unsupported_reasons  function from a problem to the reasons why the entry does not run it
     kernels              op -> kernel, for an entry with some of the ops; None for every op, in plain PyTorch
-    specialized          listed under its kernel's name for its ops alone, before the general entry of its backend
+    specialized          listed under its kernel's name, only for its ops, before the general entry of its backend
     inductor_lowerable   Inductor can inline its functions: aten ops and Triton kernels. If not, a compiled graph calls
                          the op
     eager_only           it reads contents of tensors on the host: ``auto`` takes the next entry in graphs and packages

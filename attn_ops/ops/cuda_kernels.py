@@ -71,11 +71,11 @@ CUDA_PREFILL_ALIBI_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
 """Head dims of the kernel that adds the bias of ALiBi."""
 
 CUDA_PREFILL_PADDED_HEAD_DIMS = ((128, 128), (192, 192), (256, 256))
-"""Head dims of the kernels for heads with fewer columns, ascending. Tensor maps pad keys and values with zeros, in
-shared memory alone."""
+"""Head dims of the kernels for heads with fewer columns, ascending. Tensor maps pad keys and values with zeros, only in
+shared memory."""
 
 CUDA_PREFILL_PADDED_PLAIN_HEAD_DIMS = (96, 96)
-"""Head dims of a smaller one, of 16-bit keys and values without a custom mask."""
+"""Head dims of a smaller padded kernel, for 16-bit keys and values without a custom mask."""
 
 CUDA_PREFILL_PADDED_FROM = 64
 """Heads of at most this size have no padded kernel: most columns would be padding."""

@@ -512,7 +512,7 @@ def batch_mla(
             and ``head_dim_vo`` head_dim_ckv.
         workspace: ``[elements]``; float32. Scratch memory: the planner's ``workspace``. Its contents mean nothing
             between calls. Written.
-        sm_scale: Factor on the logits. None is ``1/sqrt(128 + 64)``, for 512 + 64 alone; other sizes must give it.
+        sm_scale: Factor on the logits. None is ``1/sqrt(128 + 64)``, only for 512 + 64; other sizes must give it.
         logits_soft_cap: ``c > 0`` replaces each scaled logit ``x`` by ``c·tanh(x/c)``; 0 is off.
         window_left: A query row sees at most this many keys before its own position; -1 is no window.
         sinks: ``[num_qo_heads]``; float32. One natural-log logit per head that joins the softmax denominator, with
@@ -691,8 +691,8 @@ def page_table(
 
     Args:
         block_tables: ``[batch, max_pages_per_request]``; int32. Page numbers, a row per request, of which the first
-            ``ceil(seq_len / page_size)`` are used. A request that is longer than its row has as many tokens as the row
-            has places.
+            ``ceil(seq_len / page_size)`` are used. A request that is longer than its row is cut to the tokens that fit
+            in the row's pages.
         seq_lens: ``[batch]``; int32. Tokens of each request.
         page_size: Tokens in a page, at least 1.
         backend: ``auto``, or the name of the one backend to use.

@@ -99,7 +99,8 @@ def _fix_as_strided() -> None:
             storage_offset = None if layout is None else layout.offset
         return original(x, size, stride, storage_offset)
 
-    lowering.register_lowering(torch.ops.aten.as_strided, type_promotion_kind=None)(as_strided)
+    # By its name: of a packet, only overloads that have no lowering yet are registered.
+    lowering.register_lowering(torch.ops.aten.as_strided.default, type_promotion_kind=None)(as_strided)
 
 
 def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[..., bool]) -> None:

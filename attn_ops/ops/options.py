@@ -41,7 +41,7 @@ class AttentionOptions(NamedTuple):
     rope_theta       the base of RoPE's frequencies
     causal           a row sees the keys up to its own position, bottom-right aligned
     window_right     keys after the query's position that it sees, -1 for all; no effect with ``causal``
-    mask             uint8 ``[bytes]``: the packed custom mask of all requests, which takes the place of ``causal``
+    mask             uint8 ``[bytes]``: the packed custom mask of all requests, which replaces ``causal``
     out_dtype        dtype of the output, None for the query's; an FP8 output is saturated
     """
 
@@ -134,7 +134,7 @@ class Bound(NamedTuple):
     integer: bool = False
 
     def checked(self, where: str, name: str, value: Any) -> Any:
-        """``value``, checked. An int of a float option becomes a float: the dispatcher converts 64-bit ints alone."""
+        """``value``, checked. An int of a float option becomes a float: the dispatcher converts only 64-bit ints."""
         if type(value) is int:
             value = value if self.integer else float(value)
         elif self.integer:

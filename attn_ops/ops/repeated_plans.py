@@ -125,7 +125,7 @@ class RepeatedPlans:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether the node's value depends on the values of its arguments alone."""
+    """Whether the node's value depends only on the values of its arguments."""
     target = node.target
     if node.op != "call_function":
         return False

@@ -8,7 +8,7 @@ Conventions
 * ``workspace`` is scratch memory of the planner. It is written by the op and means nothing between calls.
 * Attention ops return ``(out, lse)``; ``lse`` has zero elements unless ``return_lse``. LSE is base 2.
 * ``sinks`` is float32 ``[num_qo_heads]``; ``kv_scale`` float32 ``[2]``, the scales of an FP8 K and V;
-  ``mask`` uint8, the packed custom mask of all requests, which takes the place of ``causal``. Its length follows from
+  ``mask`` uint8, the packed custom mask of all requests, which replaces ``causal``. Its length follows from
   lengths that a plan may hold on a GPU, so ops with a plan do not check it: a bit beyond its end hides its key.
 * ``backend`` is ``"auto"`` or the name of one backend, which then never falls back.
 """

@@ -35,7 +35,8 @@ for cumulative lengths, whose batch is one less. The generated code also runs sm
 
 
 class Capacity(NamedTuple):
-    """A call needs ``needed`` of ``capacity``; ``message`` has ``{needed}`` and ``{capacity}`` in the place of both."""
+    """A capacity check: a call needs ``needed`` of ``capacity``. ``message`` has ``{needed}`` and ``{capacity}`` in
+    place of both."""
 
     needed: Any
     capacity: Any

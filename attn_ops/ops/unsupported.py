@@ -136,7 +136,7 @@ def _options(p: Problem, implemented: frozenset[str]) -> list[tuple[bool, str]]:
 
 
 def _machine_of_hopper(p: Problem) -> list[str]:
-    """The first requirement of kernels for Hopper alone that the machine does not meet."""
+    """The first requirement of Hopper-only kernels that the machine does not meet."""
     if p.device.type != "cuda":
         return [f"it runs on cuda, not {p.device.type}"]
     capability = compute_capability(p.device)
@@ -282,7 +282,7 @@ def has_cuda_decode(head_dims: tuple[int, int], group: int, page_size: int) -> b
 
 
 def needs_general_decode(dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding: str, head_dim: int) -> bool:
-    """Whether the general kernel alone decodes with these dtypes, this encoding and heads of ``head_dim``."""
+    """Whether only the general kernel decodes with these dtypes, this encoding and heads of ``head_dim``."""
     rotates = kv_dtype not in FP8 and not is_padded_decode(head_dim)
     encodings = ("NONE", "ROPE_LLAMA") if rotates else ("NONE",)
     return dtype == torch.float32 or pos_encoding not in encodings

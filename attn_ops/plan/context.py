@@ -38,7 +38,7 @@ def context_group(where: str, group: ProcessGroup | None) -> ProcessGroup:
     except ValueError:  # a group of process groups that were destroyed
         rank = -1
     if rank < 0:
-        what, fix = "this process is not in the group", "call it on the ranks of the group alone"
+        what, fix = "this process is not in the group", "call it only on the ranks of the group"
         fail(RankError, where, what, "a group with this process", fix)
     return group
 

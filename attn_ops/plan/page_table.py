@@ -30,7 +30,7 @@ class BatchSize(NamedTuple):
     batch   requests
     rows    query rows of all requests
     pages   pages of all requests, 0 for ragged KV
-    kv_len  KV tokens of the longest request; None if lengths were not read, and the pages alone bound it
+    kv_len  KV tokens of the longest request; None if lengths were not read: then only the pages bound it
     splits  splits of a fixed size, over all query tiles of a prefill
     keys    KV tokens of all requests for ragged KV, which need no capacity
     """

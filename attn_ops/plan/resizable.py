@@ -75,7 +75,7 @@ class PlanSpec(NamedTuple):
         return not self.unsplit and self.fixed_split_size is None
 
     def tile_rows(self, device: torch.device, rows: int) -> int:
-        """Query rows of a query tile for requests of about ``rows``, which count with ``depends_on_batch`` alone."""
+        """Query rows of a query tile for requests of about ``rows``, used only with ``depends_on_batch``."""
         of = device, self.num_qo_heads, self.num_kv_heads, self.head_dims
         if self.depends_on_batch:
             return default_tile_rows(*of, rows, large_batch=self.large_batch)

@@ -1,7 +1,7 @@
 """The calls of PyTorch's flash attention that compute a batch, by the numbers of its plan, which are read on the host.
 
 A :class:`KernelCall` attends for a request, or for successive requests of equal sizes if it needs no mask. It depends
-on numbers alone, so the kernel calls of a small plan are kept by its numbers (:class:`Steps`): the layers of a model
+only on numbers, so the kernel calls of a small plan are kept by its numbers (:class:`Steps`): the layers of a model
 share them.
 """
 
@@ -70,7 +70,7 @@ class Window(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The pages of a kernel call's requests, which have equally many.
+    """The pages of a kernel call's requests, which all have the same number of pages.
 
     per_request  number of pages of each request
     numbers      page numbers of all requests; None for ragged KV, whose tokens are in order

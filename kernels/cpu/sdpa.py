@@ -1,7 +1,7 @@
 """Attention by PyTorch's flash attention for the CPU, the kernel of ``scaled_dot_product_attention``.
 
 The kernel calls of a batch follow from the numbers of the plan, which are read on the host
-(:mod:`attn_ops.kernels.cpu.schedule`), so these functions run eager calls alone. What follows from sizes, strides and
+(:mod:`attn_ops.kernels.cpu.schedule`), so these functions run only eager calls. What follows from sizes, strides and
 options is computed once for the calls of a key (``for_key``). Pages that are in order are read in place, other pages
 are gathered.
 

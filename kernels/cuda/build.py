@@ -1,6 +1,6 @@
 """Compile every kernel, for a wheel that includes cubins: ``python -m attn_ops.kernels.cuda.build``.
 
-The cubins go into ``prebuilt/`` beside the sources. A wheel that is built afterwards includes this folder, and
+The cubins go into ``prebuilt/`` next to the sources. A wheel that is built afterwards includes this folder, and
 :mod:`.compile` looks there first.
 """
 

@@ -36,7 +36,7 @@ from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PlanProblem, is_published, num_slots
 
 TILE_BYTES = 16 << 10
-"""Bytes of the keys of a KV tile; its values have as many: ``kTileBytes`` of the source."""
+"""Bytes of the keys of a KV tile, and also of its values: ``kTileBytes`` of the source."""
 
 LEAST_SHARED_BYTES = 114 << 10
 """Least shared memory of a CTA, half of an SM's. With the 1 KB that each CTA reserves, an SM runs one CTA at a time.

@@ -3,8 +3,8 @@
 Eager     the cubin (:mod:`.compile`) is loaded and launched by ``attn_ops/native``
 Packaged  the graph gets a node ``attn::launch_image`` (:mod:`attn_ops.native.packaged_launch`)
 
-A compiled graph that can call Python calls the op. Kernels are not specialized by the values of arguments, but by
-macros alone, so a prepared call may launch a kernel again with other tensors.
+A compiled graph that can call Python calls the op. Kernels are specialized only by macros, not by the values of
+arguments, so a prepared call may launch a kernel again with other tensors.
 """
 
 from __future__ import annotations

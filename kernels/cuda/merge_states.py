@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_ops.ops.cuda_kernels import CUDA_MERGE_VECTORS, CUDA_VECTOR
 
 THREADS = CUDA_MERGE_VECTORS
-"""``kThreads`` of the source. A packed row (a row and a head) has at most so many Vectors, which one CTA merges."""
+"""``kThreads`` of the source. A packed row (a row and a head) has at most this many Vectors, which one CTA merges."""
 
 PART_STATES = 8
 """Fewest states of a part: ``kBatchOfFewRows`` of the source, whose loads are in flight together."""

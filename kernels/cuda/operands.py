@@ -97,7 +97,7 @@ def paged_map(
     strides       of pages, tokens and heads, in elements
     box           tokens of a box
     heads_of_box  heads of a box. With several, a token of a head must be one row
-    column_parts  a box has one of so many equal parts of the blocks of columns
+    column_parts  number of equal parts of the blocks of columns, of which a box has one
     """
     page, token, head = strides
     if not (isinstance(page, int) and isinstance(head, int)):

@@ -62,7 +62,7 @@ SPECIALIZATIONS = {
 
 
 def _key(max_batch: Any, max_items: Any) -> tuple[int, bool]:
-    """The key of a plan with capacity for so many requests and work items."""
+    """The key of a plan with capacity for ``max_batch`` requests and ``max_items`` work items."""
     for threads, one_chunk in CUDA_PLANS:
         if statically_known_true(max_items <= threads) and statically_known_true(max_batch <= threads):
             return threads, one_chunk

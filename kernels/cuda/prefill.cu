@@ -297,7 +297,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
 #endif
     int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
-    int num_kv_heads, int group, int page_size,
+    int num_kv_heads, int group,
+#if PAGED
+    int page_size,
+#endif
 #if KV_CP_ASYNC
     int64 stride_k_page, int64 stride_k_token, int64 stride_k_head,  // elements
     int64 stride_v_page, int64 stride_v_token, int64 stride_v_head,
@@ -329,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
 #if PAGED
   constexpr int kv_rows = 0;
 #else
-  constexpr int num_pages = 0;
+  constexpr int num_pages = 0, page_size = 1;
 #endif
 #if KV_CP_ASYNC
   constexpr int box = 1;

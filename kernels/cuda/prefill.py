@@ -90,7 +90,7 @@ def _kernel(loads: str, custom_mask: bool, further: Mapping[str, str]) -> Kernel
         **dict.fromkeys(("kv_rows", "request_rows", "request_keys") if loads == "ragged" else ("num_pages",), "i32"),
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
-        **dict.fromkeys(("num_kv_heads", "group", "page_size"), "i32"),
+        **dict.fromkeys(("num_kv_heads", "group", *(() if loads == "ragged" else ("page_size",))), "i32"),
         **(dict.fromkeys(KV_STRIDES, "i64") if by_tokens else dict.fromkeys(("box", *KV_STEPS), "i32")),
         **further,
         **dict.fromkeys(("tile_rows", "out_type"), "i32"),
@@ -211,7 +211,7 @@ TILES = {
 MASK_TILES = {(64, 64): Tile(128, 4, 4, 2, 64)}
 """Tiles of 16-bit kernels with a custom mask, where they are not those of :data:`TILES`.
 
-Beside two consumers, the warps that read the mask have registers for several words of it at once.
+With two consumers, the warps that read the mask have registers for several words of it at once.
 """
 
 LARGE_BATCH_TILES = {(128, 128): Tile(64, 4, 4, 2, 32, consumers=3)}
@@ -332,11 +332,11 @@ class Family(NamedTuple):
     """Specializations that have a table of tiles in common.
 
     dtypes  values of :attr:`PrefillKey.dtype`
-    macros  macros besides those that :func:`_specialization` derives from the key
+    macros  macros in addition to those that :func:`_specialization` derives from the key
     special value of :attr:`PrefillKey.special`
     loads   values of :attr:`PrefillKey.loads`
     masks   values of :attr:`PrefillKey.custom_mask`
-    masked  tiles that take the place of others with a custom mask
+    masked  tiles that replace others with a custom mask
     """
 
     tiles: dict[tuple[int, int], Tile]
@@ -431,7 +431,7 @@ def ragged_map(
 
 def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bool) -> dict[str, Any]:
     """The kernel arguments of keys and values, by the parameters' names."""
-    sizes = {"num_pages": x.k.shape[0]}
+    sizes = {"num_pages": x.k.shape[0], "page_size": page_size}
     if loads == "ragged":
         rows, keys = (size // x.batch_size for size in (x.q.shape[0], x.kv_rows))
         sizes = {"kv_rows": x.kv_rows, "request_rows": rows, "request_keys": keys}
@@ -537,7 +537,6 @@ def launch_tiles(
         stride_q_head=x.q.stride(1),
         num_kv_heads=num_kv_heads,
         group=group,
-        page_size=page_size,
         tile_rows=tile_rows,
         out_type=0 if out.dtype == LIKE_OPERANDS[key.dtype] else OUT_TYPES[out.dtype],
     )

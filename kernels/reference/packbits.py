@@ -29,7 +29,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, num_bytes: int, *, bitorder: str
         return x.new_zeros(num_bytes, dtype=torch.uint8), byte_indptr.int()
     byte = torch.arange(num_bytes, device=x.device)
     segment = (torch.searchsorted(byte_indptr, byte, right=True) - 1).clamp(max=length.shape[0] - 1)
-    # Of a byte past the last segment: behind the bits of that segment.
+    # A byte past the last segment: behind the bits of that segment.
     bit = (byte - byte_indptr[segment])[:, None] * 8 + torch.arange(8, device=x.device)
     inside = bit < length[segment][:, None]
     source = (indptr[segment][:, None] + bit).clamp(0, x.shape[0] - 1)

@@ -12,7 +12,7 @@ Prefill. The query rows of every request form tiles, and work items are ordered 
 longest first, in which order CTAs take them. The last wave may have fewer tiles than the device runs at a time: its
 tiles are then divided into even splits. If a tile is longer than an even share of all KV blocks, all long tiles are
 (:func:`split_lengths`).
-With a fixed split size all tiles are divided into splits of that size, if the plan has capacity for so many.
+With a fixed split size all tiles are divided into splits of that size, if the plan has capacity for all of these.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def length_buckets(used: Tensor, kv_length: Tensor) -> Tensor:
 def split_lengths(
     problem: PlanProblem, used: Tensor, kv_blocks: Tensor, bucket: Tensor, max_splits: int, cluster_splits: int
 ) -> Tensor:
-    """KV blocks of the longest split of each query tile: as many as make the estimated time least.
+    """KV blocks of the longest split of each query tile: the number with the least estimated time.
 
     Every candidate divides the longest tile into a number of splits, and tiles are divided that are longer than these.
     The estimate is the mean of all CTAs, or the time of those waves that have splits of more than 3/4, or 1/2, of the
@@ -303,7 +303,7 @@ def plan_prefill(
         p.kv_indices.shape[0] if paged else INT32_MAX,
     )
     _copy_page_table(p, kv_indptr, kv_indices, kv_len)
-    # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.
+    # The number of rows that the tiles hold however they are divided into requests; attention writes zeros to the rest.
     max_rows = (p.work.shape[0] - p.kv_len.shape[0] - 2 * p.split_tiles.shape[0]) * problem.tile_rows
     # By a sum: Inductor of PyTorch 2.13 fails on the clamp of an arange, which the caller's offsets may be.
     qo_indptr = torch.cat((qo_indptr[:1], qo_indptr.diff())).cumsum(0, dtype=qo_indptr.dtype).clamp(0, max_rows)

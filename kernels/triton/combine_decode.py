@@ -36,7 +36,8 @@ MAX_PROGRAMS = 512
 """Most programs of a launch. Each program takes time, also where no row is split."""
 
 MAX_REQUESTS_OF_ONE_WARP, MAX_REQUESTS_OF_FOUR_WARPS = 512, 4096
-"""Largest capacities for programs of so many warps. One warp counts the rows without barriers, which cost most here."""
+"""Largest capacities for programs of one and of four warps. One warp counts the rows without barriers, which cost most
+here."""
 
 
 @triton.jit
@@ -169,13 +170,13 @@ def combine_decode_kernel(
     BLOCK_BATCH: tl.constexpr,  # power of 2, at least max_batch
     SPLITS_FAST_PATH: tl.constexpr,
     SPLITS_PER_STEP: tl.constexpr,  # of a slice
-    SPLITS_PER_HEAD_STEP: tl.constexpr,  # of a whole head; 0: slices alone
+    SPLITS_PER_HEAD_STEP: tl.constexpr,  # of a whole head; 0: only slices
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
     LAUNCH_EARLY: tl.constexpr,  # the next kernel when all programs run, not after the wait of those with a job
 ):
-    """Grid: as many programs as the capacity has jobs, at most MAX_PROGRAMS.
+    """Grid: a program for each job of the capacity, at most MAX_PROGRAMS.
     Owns: jobs ``program_id``, ``program_id + num_programs`` and so on. A job is SLICE_COLUMNS columns of one head of a
         pending row, which is split or empty; the whole head if that takes programs fewer steps over splits.
     Loop invariant: ``row`` is the row of ``job``, and ``[slot, stop)`` its slots.

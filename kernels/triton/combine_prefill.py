@@ -45,7 +45,7 @@ SCALE_COLUMNS = 128
 """Columns of a row of scaled partial results that share a scale."""
 
 MAX_SPLIT_TILES_OF_ONE_WARP = 1024
-"""Largest capacity of split tiles for programs of one warp: counting them then needs no barriers."""
+"""Largest capacity of split tiles for programs of one warp, which count the tiles without barriers."""
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def combine_prefill_kernel(
     PDL: tl.constexpr,
     LAUNCH_EARLY: tl.constexpr,  # the next kernel when all programs run, not after the wait of those with a job
 ):
-    """Grid: as many programs as the capacity has jobs, up to a limit. A job is an output row or a slice of one.
+    """Grid: a program for each job of the capacity, up to a limit. A job is an output row or a slice of one.
     Owns: jobs ``program_id``, ``program_id + num_programs`` and so on.
     Loop invariant: ``row`` to ``num_splits`` are the record of the split tile of ``job``.
     Barriers: none in a program of one warp; ``griddepcontrol.wait`` before the first partial result is loaded.
@@ -148,7 +148,7 @@ def combine_prefill_kernel(
     if PDL:
         if LAUNCH_EARLY | (job >= jobs):
             gdc_launch_dependents()
-        # Program 0 waits in any case: later kernels wait for this grid alone, which must not end before attention.
+        # Program 0 waits in any case: later kernels wait only for this grid, which must not end before attention.
         if (job < jobs) | (job == 0):
             gdc_wait()
             gdc_launch_dependents()

@@ -25,7 +25,7 @@ KV_TILE_BYTES = 32 << 10
 """Bytes of the keys and values of a KV tile, if that is 16 to 128 tokens."""
 
 SHORT_WORK = {1: ((128, 3),), 2: ((128, 3), (1024, 4))}
-"""``(tokens per CTA, stages)`` by bytes of a cache element. CTAs of at most so many tokens take half KV tiles.
+"""``(tokens per CTA, stages)`` by bytes of a cache element. CTAs of at most this many tokens take half KV tiles.
 
 Such a CTA has no later loads to hide the computation on its last tile, which a half tile makes shorter.
 """

@@ -17,7 +17,7 @@ from attn_ops.plan.sizing import CTA_PACKED_ROWS
 from attn_ops.plan.state import KV_BLOCK
 
 RESERVED_SHARED_BYTES = 2048
-"""Shared memory that the kernel takes beside its query and KV tiles."""
+"""Shared memory that the kernel takes in addition to its query and KV tiles."""
 
 MIN_DOT = 16
 """The smallest dimension of a ``tl.dot``."""

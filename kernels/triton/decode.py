@@ -392,8 +392,8 @@ def decode_kernel(
         num_ctas = tl.num_programs(0) // (NUM_KV_HEADS * HEAD_BLOCKS)
         cta_rows = cta + tl.arange(0, BLOCK_REQUESTS) * num_ctas
         cta_kv_len = tl.load(kv_len + cta_rows, mask=cta_rows < tl.minimum(rows, max_batch), other=1)
-    # With one request the first item of a CTA is item ``cta``: load it beside cta_indptr, and again if it is another.
-    # Row and slot are loaded here and below, not by a function (see work_item.py).
+    # With one request the first item of a CTA is item ``cta``: load it together with cta_indptr, and again if it is
+    # another. Row and slot are loaded here and below, not by a function (see work_item.py).
     item_at, listed = work + cta * WORK_STRIDE, cta < max_items
     row = tl.load(item_at + WORK_ROW, mask=listed, other=-1)
     slot = tl.load(item_at + WORK_SLOT, mask=listed, other=-1)

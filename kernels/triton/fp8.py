@@ -46,7 +46,7 @@ else:
 def float16_scale(magnitude):
     """The power of 2 that scales the largest of ``magnitude [heads, dim]``, at least 0, to the binade of 2^14.
 
-    Scaled values fit in float16, and what underflows there is too small to matter beside the largest.
+    Scaled values fit in float16, and what underflows there is too small to matter compared with the largest.
     """
     exponent = tl.max(tl.max(magnitude, 1), 0).to(tl.int32, bitcast=True) >> 23
     return (tl.minimum(268 - exponent, 247) << 23).to(tl.float32, bitcast=True)

@@ -62,7 +62,7 @@ def image_of(
 
 
 def _compile_value(value: Any) -> Any:
-    """What the kernel is compiled for in the place of ``value``."""
+    """What the kernel is compiled for in place of ``value``."""
     if isinstance(value, Tensor):
         return _Address(value.dtype, is_aligned(value))
     if isinstance(value, torch.SymInt):

@@ -122,7 +122,7 @@ class Parameters(NamedTuple):
     specialized: tuple[int, ...]
     """Tensors, and ints such as strides: Triton compiles for their alignment or divisibility, and for the value 1."""
     scalars: tuple[int, ...]
-    """Parameters in ``do_not_specialize``: Triton compiles for their type alone."""
+    """Parameters in ``do_not_specialize``: Triton compiles only for their type."""
     constants: Callable[[Sequence[Any]], Any]
 
 

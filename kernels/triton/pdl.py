@@ -5,7 +5,7 @@ A kernel launched with ``launch_pdl`` may run its prologue while the preceding k
 that writes a plan publishes what it stored, and every program of a kernel that reads the plan acquires it. There may be
 other kernels between the two, which launched their dependents without having waited for the plan's stores themselves.
 
-A kernel waits for the preceding grid alone. So in every kernel at least one program waits, even if it has nothing to
+A kernel waits only for the preceding grid. So in every kernel at least one program waits, even if it has nothing to
 do: otherwise its grid could end before an earlier grid.
 
 publish, acquire  in kernels: the release and the acquire side

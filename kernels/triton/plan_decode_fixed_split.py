@@ -65,7 +65,7 @@ def plan_decode_fixed_split_kernel(
         all programs a part of split_counters.
     Loop invariant: the work items before ``i`` are written.
     Barriers: ``griddepcontrol.wait`` at the start; every program publishes its stores with a release at its end.
-    Bound by: latency of one program, which writes as many items as the capacity has.
+    Bound by: latency of one program, which writes all items of the capacity.
     """
     if PDL:
         gdc_wait()

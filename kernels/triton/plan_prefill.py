@@ -39,14 +39,14 @@ from attn_ops.plan.state import INT32_MAX, KV_BLOCK, PlanProblem, PrefillPlan, i
 from attn_ops.symbolic_sizes import at_least, statically_known_true
 
 MIN_TILES, MAX_TILES, CHUNK_TILES = 32, 512, 256
-"""Query tiles that program 0 processes at a time: as many as the plan has capacity for, or the last if it has capacity
-for more than the second."""
+"""Query tiles that program 0 processes at a time: the capacity of the plan, rounded up to a power of 2 from MIN_TILES
+to MAX_TILES; CHUNK_TILES if the capacity is larger."""
 
 MIN_WARPS, MAX_WARPS = 4, 16
 """Bounds of the warps of a program: a thread for each query tile and each request within them."""
 
 STORES = tl.constexpr(256)
-"""Work items that are stored at a time, or as many as tiles."""
+"""Work items that are stored at a time. With more tiles than this at a time, one item per tile."""
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def plan_prefill_kernel(
     seq_len = kv_len
     if seq_lens is not None:
         seq_len = tl.load(seq_lens + b, mask=b < batch, other=0)
-    # As many rows as the tiles hold however they are divided into requests; attention writes zeros to the rest.
+    # The number of rows that the tiles hold however they are divided into requests; attention writes zeros to the rest.
     max_rows = (max_items - max_batch - 2 * max_split_tiles) * TILING.ROWS
     first_row = tl.minimum(tl.maximum(tl.load(qo_indptr + tl.minimum(b, batch)), 0), max_rows)
     end_row = tl.minimum(tl.maximum(tl.load(qo_indptr + tl.minimum(b + 1, batch)), 0), max_rows)

@@ -332,7 +332,7 @@ def test_other_errors() -> None:
         flash_attn_func(q, k, v[:1])
     with pytest.raises(errors.ShapeError, match="stack 3 tensors in dimension -3"):
         flash_attn_qkvpacked_func(torch.stack((q, q), 2))
-    with pytest.raises(errors.ShapeError, match=r"qkv is .*; expected heads in dimension 2: 3 of queries, then as"):
+    with pytest.raises(errors.ShapeError, match=r"qkv is .*; expected heads in dimension 2: 3 of queries, then the"):
         flash_attn_qkvpacked_func(q, num_heads_q=3)
     with pytest.raises(errors.ArgumentError, match=r"num_heads_q is 2.0, of type float; expected an integer"):
         flash_attn_qkvpacked_func(q, num_heads_q=2.0)  # type: ignore[arg-type]

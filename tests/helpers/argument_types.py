@@ -256,7 +256,7 @@ def whole_numbers(surface: Surface) -> Iterator[tuple[str, str, int]]:
 
 
 def _unlike(surfaces: list[Surface]) -> list[Surface]:
-    """Without stages that an earlier surface has of the same class, but for what they are needed for."""
+    """The surfaces that have a stage which no earlier surface of the same callable has."""
     seen: set[tuple[Any, str]] = set()
     kept = []
     for surface in surfaces:

@@ -106,7 +106,7 @@ def _places(case: Case) -> Arguments:
 
 
 def block_map(case: Case, rows: int, cols: int) -> Tensor:
-    """bool ``[rows, cols]``, another for other lengths, with as many blocks."""
+    """bool ``[rows, cols]``, another for other lengths, with the same number of blocks."""
     generator = torch.Generator().manual_seed(sum(i * n for i, n in enumerate(case.kv_lens)))
     return (torch.randperm(rows * cols, generator=generator) < rows * cols // 2).view(rows, cols)
 

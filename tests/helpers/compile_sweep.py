@@ -98,8 +98,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="problems of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=("decode", "prefill", "mla"), action="append", help="of these kinds alone")
-    parser.add_argument("--capability", type=int, choices=SHARED_MEMORY, action="append", help="for these GPUs alone")
+    parser.add_argument("--kind", choices=("decode", "prefill", "mla"), action="append", help="only of these kinds")
+    parser.add_argument("--capability", type=int, choices=SHARED_MEMORY, action="append", help="only for these GPUs")
     chosen = parser.parse_args()
     draw, found = random.Random(chosen.seed), 0
     drawn = [make(draw) for _ in range(chosen.count) for make in (draw_decode, draw_prefill, draw_mla)]

@@ -300,7 +300,7 @@ def unavailable_exchange(group: Group) -> None:
     _raises(RankError, "rank 1 asks for 4352 bytes of states and rank 0 for 2176", uneven)
     make = functools.partial(ContextExchange, 8, 4, 32, group=group, device="cpu", required=True)
     _raises(BackendError, "it runs on cuda, not cpu", make)
-    for name in ("max_rows", "timeout_s"):  # of one rank alone, before all ranks allocate
+    for name in ("max_rows", "timeout_s"):  # only of one rank, before all ranks allocate
         sizes = {"max_rows": 8, "timeout_s": 5.0} | ({name: -1} if rank == 1 else {})
         make = functools.partial(ContextExchange, num_heads=4, head_dim=32, group=group, device="cpu", **sizes)
         error, words = (OptionError, f"{name} is -1") if rank == 1 else (RankError, "rank 1 failed with OptionError")
@@ -308,7 +308,7 @@ def unavailable_exchange(group: Group) -> None:
 
 
 def a_rank_that_does_not_answer(group: Group) -> None:
-    """The rank that validates alone gets an error after its time-out, and the late rank the same; then all plan."""
+    """The rank that validates by itself gets an error after its time-out, and the late rank the same; then all plan."""
     batch = _batch(Problem(), group)
     planner, words = _planner(batch, timeout_s=0.5), "rank 1 did not answer (ranks [0, 1]); expected an answer"
     if batch.shard.rank:

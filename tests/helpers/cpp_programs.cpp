@@ -230,8 +230,8 @@ int message(int argc, char**) {
 }
 
 // Runs an AOTInductor package once. INPUTS.pt is a list of tensors saved by torch.save; OUTPUTS.pt gets a tuple of the
-// outputs and the mutated inputs. Exit status 4: the package threw. Its message is on stderr, and OUTPUTS.pt has the
-// inputs alone.
+// outputs and the mutated inputs. Exit status 4: the package threw. Its message is on stderr, and OUTPUTS.pt has only
+// the inputs.
 int package(int argc, char** argv) {
   if (argc != 5) return 2;
   c10::InferenceMode inference;

@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
 def _run(package: str, inputs: list[Tensor], folder: Path) -> tuple[int, str, tuple[Tensor, ...]]:
     device = inputs[0].device.type
     torch.save([t.cpu() for t in inputs], folder / "inputs.pt")
-    options = () if torch.version.cuda else sanitizer()  # which does not run beside a driver of CUDA
+    options = () if torch.version.cuda else sanitizer()  # which does not run with a CUDA driver
     files = [package, folder / "inputs.pt", folder / "outputs.pt", device]
     words = [*program("package", *options), *map(str, files)]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)

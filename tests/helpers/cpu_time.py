@@ -1,4 +1,4 @@
-"""CPU seconds of the tests by folder, beside a budget. Hooks of pytest, which ``tests/conftest.py`` imports."""
+"""CPU seconds of the tests by folder, and their budget. Hooks of pytest, which ``tests/conftest.py`` imports."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class Ragged(Prefill):
 
 
 class Attention(Step):
-    """Without CUDA-graph mode: replays are valid for batches that fit the first plan and have as many rows."""
+    """``BatchAttention``, without CUDA-graph mode: batches fit the first plan and have its number of rows."""
 
     batches = EVEN
 
@@ -220,7 +220,7 @@ class Latent(Step):
 
 
 class Cascade(Step):
-    """The first page of every request is one level, and its other pages are another."""
+    """A cascade of two levels: the first page of every request, and its other pages."""
 
     batches = EVEN
 
@@ -247,7 +247,7 @@ class Cascade(Step):
 
 
 class Pod(Decode):
-    """The prefill beside the decode is part of the graph, and stays the same."""
+    """Decode with a prefill in one call (POD). The prefill is part of the graph, and stays the same."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ C_TYPES = {
     "float": "fp32",
     "const __grid_constant__ TensorMap": "map",
 }
-"""Types of parameters in C++, but for pointers -> kinds."""
+"""Types of parameters in C++, except pointers -> kinds."""
 
 
 def virtual_options(one: Specialization) -> list[str]:
@@ -123,7 +123,7 @@ class Usage(NamedTuple):
 
 @functools.cache
 def cubin_of(one: Specialization) -> bytes:
-    """The compiled kernel. Of all processes of a test run one compiles it; the others find what it kept on disk."""
+    """The compiled kernel. One process of a test run compiles it; the others find the result on disk."""
     name = hashlib.sha256(repr((one.kernel.source, options(one))).encode()).hexdigest()[:16]
     with FileLock(cpp_runner.folder / f"cubin-{name}.lock"):
         return compiled_or_kept(one)

@@ -66,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def weight(name: str, shape: list[int]) -> Tensor:
-    """Random values that depend on the name alone; NumPy keeps RandomState's streams as they are."""
+    """Random values that depend only on the name; NumPy keeps RandomState's streams as they are."""
     values = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if "norm" in name:
         values = 1 + 0.2 * values

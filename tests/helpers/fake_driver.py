@@ -31,7 +31,7 @@ IMAGE = images.Image("kernel", b"cubin", 90, 128, 512, True, (), (), PARAMETERS)
 
 
 class FakeDriver(FakeLibcuda):
-    """The last launch and the last tensor map, and the answers that the driver gives."""
+    """The fake libcuda: its last launch and tensor map, and the answers that it gives."""
 
     def values(self) -> list[Any]:
         """The parameters of the last launch of ``IMAGE``."""

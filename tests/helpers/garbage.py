@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector in a long run of tests. Hooks of pytest, which ``tests/conftest.py`` imports.
+"""Python's cyclic garbage collector in a long test run. Hooks of pytest, which ``tests/conftest.py`` imports.
 
 A full collection visits every object that is alive: a million of them, from imported modules and compiled graphs, after
 some files of tests. That was a fifth of the time. So the objects that are alive after collection of the tests and after

@@ -15,7 +15,10 @@ from helpers.wrapper_requests import DEVICE
 
 
 class Latents:
-    """``lengths`` are the query rows and KV tokens of each request; ``dims`` the widths of ``ckv`` and ``kpe``."""
+    """A batch of MLA requests.
+
+    ``lengths`` are the query rows and KV tokens of each request; ``dims`` the widths of ``ckv`` and ``kpe``.
+    """
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ class FakeLibcuda:
         self.sizes_of(())
 
     def sizes_of(self, parameters: Sequence[images.Parameter]) -> list[int]:
-        """Have the next launch copy so many bytes of each parameter."""
+        """Set how many bytes of each parameter the next launch copies, and return these sizes."""
         bytes_of = {"i32": 4, "fp32": 4}
         sizes = [bytes_of.get(p.kind, 8) for p in parameters]
         array = (ctypes.c_int * 128).in_dll(self.library, "sizes")

@@ -24,7 +24,7 @@ SHARED_MEMORY = {80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 1
 
 
 class Driver:
-    """As much of a driver as Triton needs to compile."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

@@ -122,7 +122,7 @@ def a_batch_beyond_the_capacity(group: Group) -> None:
 
 
 def a_rank_that_does_not_arrive(group: Group) -> None:
-    """All ranks get NaN and a RankError, from the exchange for good; a new one works."""
+    """All ranks get NaN and a RankError, from then on; a new exchange works."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     v, s = _states(3, world, 16, torch.bfloat16)
     own = v[:, rank].cuda().contiguous(), s[:, rank].cuda().contiguous()

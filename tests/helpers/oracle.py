@@ -1,4 +1,4 @@
-"""The oracle: what the ops must compute, in float64, written from the specification alone.
+"""The oracle: what the ops must compute, in float64, written only from the specification.
 
 :func:`attention` computes one request, one query row at a time. :class:`Expected` is the result of a batch and the
 error that is allowed in each dtype. :class:`PagedBatch` is a paged cache whose unused memory is NaN, so that a read of
@@ -174,8 +174,8 @@ class Expected:
         ``float32_eps`` is larger for kernels that compute in a lower precision, and ``smallest`` for those that compute
         in a dtype whose smallest normal number exceeds that of ``out``. ``eps`` is that of the dtype of the query, if
         ``out`` has another. ``biased_tile`` is the number of tokens of a KV tile, for kernels with ALiBi that compute
-        exponents of a tile relative to the row maximum before it: the bias may exceed this by the slope times so many
-        tokens, and exponents have an error of an eps of that.
+        exponents of a tile relative to the row maximum before it: the bias may exceed this by the slope times that
+        number of tokens, and exponents have an error of an eps of that.
         """
         assert out.shape == self.out.shape, f"out is {list(out.shape)}, expected {list(self.out.shape)}"
         arithmetic = 8 * float32_eps * (1 + self.reach + self.lse.abs().nan_to_num(posinf=0))

@@ -1,4 +1,4 @@
-"""Launches of CUDA kernels in packages, beside eager ones."""
+"""Launches of CUDA kernels in packages, compared with eager ones."""
 
 from __future__ import annotations
 

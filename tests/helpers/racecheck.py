@@ -14,7 +14,7 @@ PLACE = re.compile(r" in \S+\.py:\d+")
 
 
 def races(output: str) -> list[str]:
-    """The reports that name a line of Python. There must be as many reports as the summaries count."""
+    """The reports that name a line of Python. Their number must be that of the summaries."""
     reports = REPORT.findall(output)
     assert sum(map(int, SUMMARY.findall(output))) == len(reports), output[-6000:]
     return [report for report in reports if PLACE.search(report)]

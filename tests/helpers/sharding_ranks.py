@@ -154,7 +154,7 @@ def mla(group: Group) -> None:
 
 
 def append(group: Group) -> None:
-    """A rank writes its heads of the cache, and nothing beside them."""
+    """A rank writes its heads of the cache, and nothing else."""
     for heads in HEADS[dist.get_world_size()]:
         for layout in ("NHD", "HND"):
             axis = axis_of("append_kv", "heads") if heads[1] > 1 else None

@@ -33,7 +33,7 @@ def _raises(error: type[Exception], message: str, function: Callable[[], Any]) -
 
 
 def _refused(error: type[errors.AttnOpsError], message: str, op: str, arguments: dict[str, Any]) -> None:
-    """The call raises before it communicates or writes, in an eager call and, in the same words, in a traced one."""
+    """The call raises before it communicates or writes, with the same message in an eager and in a traced call."""
     before = [t.clone() for t in calls.written(op, arguments)]
     _raises(error, message, lambda: call(op, arguments))
     function = torch.compile(lambda: getattr(torch.ops.attn, op)(**arguments), fullgraph=True, backend="eager")

@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass
 class Requests:
-    """``qo_lens`` empty means decode: one query row per request."""
+    """A batch of requests. Without ``qo_lens`` it is a decode batch: one query row per request."""
 
     kv_lens: tuple[int, ...] = (37, 0, 130, 1)
     qo_lens: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ class CacheLengths(NamedTuple):
     """Tokens of each request in its cache, before an append.
 
     seqlens     int ``[batch]``, or one number for all requests; None for the whole capacity
-    cumulative  int ``[batch + 1]``, whose differences are the lengths, in the place of ``seqlens``
+    cumulative  int ``[batch + 1]``, whose differences are the lengths, in place of ``seqlens``
     name        name of the argument ``seqlens``
     """
 
@@ -87,7 +87,7 @@ class CacheBatch(NamedTuple):
     cache_pages      pages, or rows of a dense cache, that ``table`` may name
     cache_batch_idx  int ``[batch]``: the row of the table, or of the dense cache, of each request; None: in order
     leftpad          int ``[batch]``: the index of a request's first token in its cache; None: 0
-    chunk            keys of a chunk; a row sees the keys of its own chunk alone; 0: no chunks
+    chunk            keys of a chunk; a row sees only the keys of its own chunk; 0: no chunks
     table_name       name of the argument ``table``; None for a dense cache
     expected         the result of :func:`expected_keys`
     """
@@ -218,7 +218,7 @@ class CacheBatch(NamedTuple):
         host = self._replace(device=torch.device("cpu"))
         if self.cache_batch_idx is not None:
             rows, what = (self.cache_pages, "cache") if self.table is None else (self.table.shape[0], "block table")
-            row = self.cache_batch_idx.long()  # PyTorch compares no uint32, and int16 within its range alone
+            row = self.cache_batch_idx.long()  # PyTorch compares no uint32, and int16 only within its range
             wrong = (row < 0) | (row >= rows)
             if wrong.any():
                 b = int(wrong.nonzero()[0])

@@ -42,7 +42,7 @@ def output_spec(q: Tensor, rows_shape: tuple[int, int] | None, return_lse: bool,
 def with_probabilities(call: Executable) -> Executable:
     """A call with LSE that returns ``(out, lse, None)``, as FlashAttention 2 with ``return_attn_probs``.
 
-    FlashAttention 2 returns probabilities with dropout alone, for tests.
+    FlashAttention 2 returns probabilities only with dropout, for tests.
     """
     return MappedCall(call, lambda result: (*result, None))
 
@@ -91,7 +91,7 @@ def ragged_plan(
     chunk: int,
     expected: int | None = None,
 ) -> DecodePlan | PrefillPlan:
-    """The plan of a batch over ragged keys. With ``chunk`` a row sees the keys of its own chunk alone.
+    """The plan of a batch over ragged keys. With ``chunk`` a row sees only the keys of its own chunk.
 
     ``expected`` is as in :class:`RaggedLengths`.
     """
@@ -205,6 +205,6 @@ def unpack_qkv(where: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor
     positive(where, num_heads_q=num_heads_q)
     kv_heads = qkv.shape[2] - num_heads_q
     if kv_heads < 2 or kv_heads % 2:
-        expected = f"heads in dimension 2: {num_heads_q} of queries, then as many of keys as of values"
+        expected = f"heads in dimension 2: {num_heads_q} of queries, then the same number of keys and of values"
         fail(ShapeError, where, f"qkv is {shape_of(qkv)}", expected, "correct qkv or num_heads_q")
     return qkv.split([num_heads_q, kv_heads // 2, kv_heads // 2], 2)

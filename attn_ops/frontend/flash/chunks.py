@@ -1,7 +1,7 @@
 """Batches with left padding or chunks as batches without, by index arithmetic on the device, which traces.
 
 left padding    a request begins at a token within a page: its page table has pages of one token
-chunks          a row sees its own chunk of keys alone: each chunk becomes a request, with the rows in it
+chunks          a row sees only its own chunk of keys: each chunk becomes a request, with the rows in it
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def without_padding(tokens: Tensor, leftpad: Tensor) -> Tensor:
 
 
 class Chunks(NamedTuple):
-    """A request per chunk. Row i of a request has position ``i + kv_len - qo_len``, as for a causal mask.
+    """The chunks of a batch, each as a request. Row i of a request has position ``i + kv_len - qo_len``, as for a
+    causal mask.
 
     request    int64 ``[chunks]``: the request of each chunk
     number     int64 ``[chunks]``: the index of a chunk in its request; chunk -1 has the rows before the first key
@@ -43,7 +44,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, qo_indptr: Tensor, kv_lens: Tensor, chunk: int, bound: int, all_keys: bool) -> Chunks:
-        """``bound`` chunks, at least as many as there are, of ``chunk`` keys. Excess chunks have no rows and no keys.
+        """``bound`` chunks of ``chunk`` keys; a batch has at most ``bound``. Excess chunks have no rows and no keys.
 
         ``all_keys``: also chunks without rows, so that the chunks of a request have all its keys.
         """

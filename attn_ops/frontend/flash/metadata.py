@@ -135,7 +135,7 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             )
     if isinstance(given.plan, DecodePlan) != decode and not made.lacks_plan_for(form):
         rows = "one query row per request" if isinstance(given.plan, DecodePlan) else "cumulative query rows"
-        fail(PlanError, where, f"scheduler_metadata was made for {rows}", "a plan of this query", "make it for it")
+        fail(PlanError, where, f"scheduler_metadata was made for {rows}", "a plan of this query", "make it again")
     return given
 
 

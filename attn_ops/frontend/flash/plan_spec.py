@@ -1,6 +1,6 @@
 """Plan specs of FlashAttention's calls, and of the metadata that is made for them.
 
-The two must be equal, except for a float32 query over an FP8 cache: metadata knows the dtype of the cache alone.
+The two must be equal, except for a float32 query over an FP8 cache: metadata knows only the dtype of the cache.
 """
 
 from __future__ import annotations

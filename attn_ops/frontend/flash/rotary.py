@@ -28,7 +28,7 @@ from attn_ops.plan.state import INT32_MAX
 
 
 class Rotary(NamedTuple):
-    """Tables ``[max_position, rotary_dim / 2]`` of one floating dtype, on the query's device.
+    """Cosines and sines ``[max_position, rotary_dim / 2]`` of one floating dtype, on the query's device.
 
     ``interleaved``: dimension 2i is paired with 2i + 1, else i with i + rotary_dim / 2. Dimensions from rotary_dim on
     are not rotated.

@@ -94,7 +94,7 @@ class OpChecker:
         size_guards.note_capacity(needed, capacity, f"{self.name}: {what}; expected {expected}; {fix}")
 
     def limit(self, name: str, dim: str, size: Any, most: int) -> None:
-        """Raise if ``size`` exceeds ``most``. Of a dynamic size an export has no guard; its package checks it."""
+        """Raise if ``size`` exceeds ``most``. An export has no guard for a dynamic size; its package checks it."""
         guarded = type(size) is int or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
         seen = size if guarded else size.node.hint
         what, expected, fix = f"{name} has {{needed}} {dim}", "at most {capacity}", "pass fewer at a time"

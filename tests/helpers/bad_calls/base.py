@@ -77,7 +77,7 @@ def but_last(plan: Any) -> list[Tensor]:
 
 
 def shared(t: Tensor) -> Tensor:
-    """As many rows, all in the memory of the first."""
+    """The same number of rows, all in the memory of the first."""
     return t[:1].clone().expand(t.shape)
 
 
@@ -93,7 +93,7 @@ def twice(t: Tensor) -> Tensor:
 
 
 def longer(dim: int, size: int) -> Callable[[Tensor], Tensor]:
-    """A tensor without memory for so many rows: the first of ``dim``, expanded."""
+    """A tensor with ``size`` rows in ``dim`` but memory for one: the first, expanded."""
     return lambda t: t.narrow(dim, 0, 1).expand(*(size if i == dim else n for i, n in enumerate(t.shape)))
 
 

@@ -302,7 +302,7 @@ def _regions(one: Specialization, arguments: dict[str, Any]) -> list[_Region]:
 class Host:
     """Launches kernels on the host.
 
-    sms      of the GPU: persistent kernels have so many CTAs
+    sms      of the GPU: persistent kernels have this many CTAs
     seed     of the order in which threads run and loads land; 0 is first in, first out
     faults   are compiled into the source
     planted  the number of the fault that is there, from 1 on, or 0

@@ -12,7 +12,7 @@
 #include "numbers.h"
 
 #define __device__
-#ifndef __global__  // programs that call device functions alone leave kernels out
+#ifndef __global__  // programs that call only device functions leave kernels out
 #define __global__ __attribute__((noinline))
 #endif
 #define __forceinline__ inline __attribute__((always_inline))

@@ -24,7 +24,7 @@ MAX_FAILURES = 20
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m helpers.fuzz")
     parser.add_argument("names", nargs="*", metavar="NAME", help="calls to draw, by default all")
-    parser.add_argument("--seed", type=int, help="this seed alone")
+    parser.add_argument("--seed", type=int, help="only this seed")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--device", default="cpu")

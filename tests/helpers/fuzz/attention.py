@@ -1,4 +1,4 @@
-"""Random valid calls of the attention ops, but for block-sparse attention."""
+"""Random valid calls of the attention ops, except block-sparse attention."""
 
 from __future__ import annotations
 

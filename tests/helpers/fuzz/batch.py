@@ -234,7 +234,7 @@ class Batch:
 
 
 def draw_prefill_options(d: Draw, shape: Shape, *without: str) -> Options:
-    """:func:`draw_options`, and those that prefill alone has."""
+    """:func:`draw_options`, and those that only prefill has."""
     right = d.pick(0, 1, 7, 63, 64, 200, 100000, (1 << 30) - 1) if d.chance(0.3) else -1
     return replace(draw_options(d, shape, *without), window_right=right)
 

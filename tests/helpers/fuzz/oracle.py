@@ -42,7 +42,8 @@ _DEFAULT = Options()
 
 @dataclass(frozen=True)
 class Request:
-    """``q [n, Hq, Dqk]`` attends to ``k [m, Hkv, Dqk]`` and ``v [m, Hkv, Dvo]``; ``mask [n, m]`` is True if seen."""
+    """One request: ``q [n, Hq, Dqk]`` attends to ``k [m, Hkv, Dqk]`` and ``v [m, Hkv, Dvo]``; ``mask [n, m]`` is True
+    if seen."""
 
     q: Tensor
     k: Tensor

@@ -40,7 +40,7 @@ def common_options(o: Options) -> Arguments:
     given["logits_soft_cap"] = o.soft_cap or None
     if o.pos_encoding == "ROPE_LLAMA":
         given |= {"rope_scale": o.rope_scale, "rope_theta": o.rope_theta}
-    if o.window_right >= 0:  # prefill alone has it
+    if o.window_right >= 0:  # only prefill has it
         given["window_right"] = o.window_right
     return given
 

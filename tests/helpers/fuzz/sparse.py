@@ -206,7 +206,7 @@ def block_sparse_wrapper(d: Draw) -> Call:
 
 
 def _element_masks(m: Matrix, indptr: Tensor, indices: Tensor, row_block: int, col_block: int) -> Tensor:
-    """Masks of the blocks, which take the place of causality in ``m``."""
+    """Masks of the blocks, which replace causality in ``m``."""
     masks = torch.rand(len(indices), row_block, col_block, generator=m.d.generator) < 0.6
     m.dense = torch.zeros_like(m.dense)
     bounds = indptr.tolist()

@@ -25,7 +25,9 @@ class Raises:
 
 @dataclass
 class Surface:
-    """``stages`` maps each call to its arguments: ``call`` of a function; ``init``, ``plan``, ``run`` ... of a wrapper.
+    """A public callable with valid arguments, and arguments that change its result.
+
+    ``stages`` maps each call to its arguments: ``call`` of a function; ``init``, ``plan``, ``run`` ... of a wrapper.
 
     The last stage gives the result. Each value in ``effects`` must change it, or raise if it is :class:`Raises`.
     ``methods`` maps a stage to the method that it calls, where that has another name.

@@ -12,7 +12,7 @@ from helpers.wrapper_requests import DEVICE, Requests, workspace
 
 UNCAPPED = {name: value for name, value in {**OPTIONS, **ROPE}.items() if name != "logits_soft_cap"}
 SPLIT = {"fixed_split_size": Raises(0)}
-"""Splits change rounding alone: test_split_kv."""
+"""Splits change only rounding: test_split_kv."""
 
 
 def table(r: Requests, names: tuple[str, str, str]) -> dict[str, Any]:
