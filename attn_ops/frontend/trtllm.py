@@ -1,6 +1,6 @@
 """``trtllm_*`` and ``xqa_batch_decode``: block tables, layout HND by default, one scale for each product.
 
-``bmm1_scale`` replaces ``sm_scale`` and of all scales of query and keys, ``bmm2_scale`` multiplies the
+``bmm1_scale`` replaces ``sm_scale`` and all scales of query and keys, ``bmm2_scale`` multiplies the
 output; each is a number or a 0-d tensor. They run on this library's kernels whatever their name.
 """
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import integers
-from attn_ops.errors import OptionError, ShapeError, UnsupportedError, fail, shape_of
+from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
 from attn_ops.frontend.block_tables import TableNames, block_table, query_row_offsets
 from attn_ops.frontend.kv_cache import paged, paged_sizes
@@ -16,6 +16,7 @@ from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.ops.options import MAX_WINDOW, MLA_DIMS, AttentionOptions
 from attn_ops.plan.page_table import cumulative, real, uniform_indptr
+from attn_ops.symbolic_sizes import agree
 from attn_ops.typed import typed
 
 
@@ -137,6 +138,25 @@ def xqa(
     return result if output is None else None
 
 
+def _latent_pages(where: str, name: str, cache: Tensor, page_size: int | None) -> Tensor:
+    """A cache of one head as ``[pages, page_size, head_dim]``."""
+    pages = cache.squeeze(2) if cache.dim() == 4 and cache.shape[2] == 1 else cache
+    if pages.dim() == 2 and page_size and pages.shape[0] % page_size == 0:
+        pages = torch.unflatten(pages, 0, (-1, page_size))
+    if pages.dim() != 3:
+        fail(ShapeError, where, f"{name} is {shape_of(cache)}", "[pages, page_size, head_dim]", "reshape it")
+    return pages
+
+
+def _are_columns(v_cache: Tensor, k_cache: Tensor) -> bool:
+    """Whether the values are the first columns of the keys. Strides decide for traced tensors."""
+    if v_cache is k_cache:
+        return True
+    if real(k_cache):
+        return v_cache.data_ptr() == k_cache.data_ptr()
+    return v_cache.shape[-1] < k_cache.shape[-1] and v_cache.stride() == k_cache.stride()
+
+
 @typed
 def xqa_mla(
     q: Tensor,
@@ -158,40 +178,36 @@ def xqa_mla(
     Args:
         q: ``[batch, num_heads, ckv + kpe]``, or with a beam of 1 as for :func:`xqa`.
         k_cache: ``[pages, page_size, ckv + kpe]``, or flat ``[pages * page_size, ckv + kpe]`` with ``page_size``.
-            ``v_cache``: the same memory, whose columns give ``ckv``; if it has all columns of ``k_cache``, ``ckv`` is
-            512. Other memory is refused, except while tracing, where memory is not known.
+            ``v_cache``: as ``k_cache``, with ``ckv`` columns; if it has all columns of ``k_cache``, ``ckv`` is 512 and
+            the others are not read. If it is a view of the first columns of ``k_cache``, the kernel of MLA reads the
+            latents once; otherwise the calls are prefill over keys and values. Memory is not known while tracing:
+            ``k_cache`` itself, or a narrower tensor with its strides, is then taken for such a view.
         q_scale: the softmax scale too, unlike in :func:`xqa`. ``kv_scale`` multiplies the output as well.
         page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
     """
     where = "xqa_mla"
     required(where, k_cache=k_cache, v_cache=v_cache)
     ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else MLA_DIMS[0]
-    cache = k_cache.squeeze(2) if k_cache.dim() == 4 and k_cache.shape[2] == 1 else k_cache
-    if cache.dim() == 2 and page_size and cache.shape[0] % page_size == 0:
-        cache = torch.unflatten(cache, 0, (-1, page_size))
-    if cache.dim() != 3 or cache.shape[2] <= ckv:
+    keys, values = (_latent_pages(where, *given, page_size) for given in (("k_cache", k_cache), ("v_cache", v_cache)))
+    if keys.shape[2] <= ckv:
         fail(ShapeError, where, f"k_cache is {shape_of(k_cache)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
-    if real(k_cache) and v_cache.data_ptr() != k_cache.data_ptr():
-        fail(
-            UnsupportedError,
-            where,
-            "v_cache is other memory than k_cache",
-            "its first columns, k_cache[..., :head_dim_ckv]",
-            "pass that view, or use a prefill wrapper for values of their own",
-        )
-    _agree(where, page_size=(page_size, cache.shape[1]))
+    if not agree(values.shape[:2], keys.shape[:2]):
+        expected = f"[{keys.shape[0]}, {keys.shape[1]}, {ckv}], the pages of k_cache"
+        fail(ShapeError, where, f"v_cache is {shape_of(v_cache)}", expected, "correct it")
+    _agree(where, page_size=(page_size, keys.shape[1]))
     flat, q_len = _rows(where, q, 1)
     tables = block_table(where, "page_table", page_table, q.device)
     query_row_offsets(where, flat.shape[0], tables.shape[0], q_len, q.device)
-    result = latent_call(
-        where,
-        (flat[..., :ckv], flat[..., ckv:], cache[..., :ckv], cache[..., ckv:]),
-        tables,
-        seq_lens,
-        uniform_indptr(tables.shape[0], q_len, q.device),
-        AttentionOptions(sm_scale=1.0, causal=True),
-        OutputSpec(output, rows_shape=tuple(q.shape[:-2]), out_name="output"),
-        ScaleFactors({"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}),
-        names=TableNames("page_table"),
-    ).execute()
+    rows = uniform_indptr(tables.shape[0], q_len, q.device)
+    options = AttentionOptions(sm_scale=1.0, causal=True)
+    output_spec = OutputSpec(output, rows_shape=tuple(q.shape[:-2]), out_name="output")
+    scales = ScaleFactors({"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale})
+    call = tables, seq_lens, rows, options, output_spec, scales
+    names = TableNames("page_table")
+    if _are_columns(v_cache, k_cache):
+        latents = flat[..., :ckv], flat[..., ckv:], keys[..., :ckv], keys[..., ckv:]
+        result = latent_call(where, latents, *call, names=names).execute()
+    else:
+        tensors = flat, keys[:, :, None], values[:, :, None, :ckv]
+        result = block_table_call(where, tensors, *call, kv_layout="NHD", names=names).execute()
     return result if output is None else None

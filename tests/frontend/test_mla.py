@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.mla_requests import Latents
+from helpers.oracle import Expected
 from helpers.wrapper_requests import DEVICE, int32, ln, workspace
+from torch import Tensor
 
 import attn_ops as flashinfer
 from attn_ops import errors, planner
@@ -228,3 +230,38 @@ def test_xqa_mla(given: bool, flat: bool) -> None:
     output = out if result is None else result
     assert output is not None
     m.expected(sm_scale=0.1).check(output[:, 0] / 2)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("width", "flat"), [(576, False), (576, True), (512, False)])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_xqa_mla_with_values_of_their_own(kv_dtype: torch.dtype, width: int, flat: bool, compiled: bool) -> None:
+    """In memory of their own. Columns from ``ckv`` on are not read."""
+    m = Latents(((1, 40), (1, 5), (1, 20)), dims=(512, 64), page_size=32)
+    keys = m.cache.nan_to_num(0.0).to(kv_dtype)
+    values = torch.randn(*keys.shape[:2], width, device=DEVICE).to(kv_dtype)
+    values[..., 512:] = torch.nan
+    table, lens = m.block_tables, m.table[2].to(torch.int32)
+
+    def call(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor) -> Any:
+        caches = (t.flatten(0, 1) if flat else t for t in (keys, values))
+        return flashinfer.xqa_mla(q, *caches, table, lens, page_size=32, q_scale=0.05, kv_scale=2.0)
+
+    if compiled:
+        torch.compiler.reset()
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    out = run(m.q, keys, values, table, lens)
+    requests = []
+    for b, length in enumerate(lens.tolist()):
+        pages = table[b, : -(-length // 32)].long()
+        k, v = (t[pages].flatten(0, 1)[:length, None].float().cpu() for t in (keys, values))
+        requests.append((m.q[b : b + 1].float().cpu(), k, v[..., :512]))
+    Expected.of(requests, sm_scale=0.1).check(out / 2, eps=2.0**-10)
+
+
+def test_xqa_mla_refuses_values_of_other_pages() -> None:
+    m = Latents(((1, 40), (1, 5), (1, 20)), dims=(512, 64), page_size=32)
+    with pytest.raises(
+        errors.ShapeError, match=r"xqa_mla: v_cache is .*; expected \[\d+, 32, 512\], the pages of k_cache"
+    ):
+        flashinfer.xqa_mla(m.q, m.cache, m.cache[1:, :, :512].clone(), m.block_tables, m.table[2])
