@@ -28,7 +28,6 @@ from attn_ops.frontend.prepared_plan import PreparedPlan, committing, plan_batch
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
-from attn_ops.ops.options import AttentionOptions
 from attn_ops.page import get_seq_lens
 from attn_ops.plan.page_table import PageTable
 from attn_ops.typed import typed
@@ -200,9 +199,13 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         """
         where = f"{self._name}.plan"
         refuse(where, window_right=window_right)
-        dtypes = DTypes.of(where, q_data_type, kv_data_type, o_data_type, data_type)
-        options = attention_options(
+        batch = _decode_batch(
             where,
+            (indptr, indices, last_page_len),
+            (num_qo_heads, num_kv_heads, head_dim, page_size),
+            (q_len_per_req, is_causal),
+            (q_data_type, kv_data_type, o_data_type, data_type),
+            (fixed_split_size, disable_split_kv),
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
@@ -210,9 +213,6 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        split = splitting(where, fixed_split_size, disable_split_kv)
-        table, sizes = (indptr, indices, last_page_len), (num_qo_heads, num_kv_heads, head_dim, page_size)
-        batch = _decode_batch(where, table, sizes, q_len_per_req, is_causal, dtypes, options, split)
         if self._graph is not None and self._planned is not None and q_len_per_req != self._q_len_per_req:
             fail(
                 PlanError,
@@ -258,9 +258,13 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
         """Bytes that plan() with these arguments needs of the float workspace, and bytes of integers it holds."""
         where = f"{self._name}.workspace_size"
         refuse(where, window_right=window_right)
-        dtypes = DTypes.of(where, q_data_type, kv_data_type, o_data_type, data_type)
-        options = attention_options(
+        batch = _decode_batch(
             where,
+            (indptr, indices, last_page_len),
+            (num_qo_heads, num_kv_heads, head_dim, page_size),
+            (q_len_per_req, is_causal),
+            (q_data_type, kv_data_type, o_data_type, data_type),
+            (fixed_split_size, disable_split_kv),
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
@@ -268,9 +272,6 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWithLse, PagedWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        split = splitting(where, fixed_split_size, disable_split_kv)
-        table, sizes = (indptr, indices, last_page_len), (num_qo_heads, num_kv_heads, head_dim, page_size)
-        batch = _decode_batch(where, table, sizes, q_len_per_req, is_causal, dtypes, options, split)
         return self._workspace_size(where, batch)
 
     @typed
@@ -371,19 +372,23 @@ def _decode_batch(
     where: str,
     table: tuple[Tensor, Tensor, Tensor],
     sizes: tuple[int, int, int, int],
-    q_len_per_req: int,
-    is_causal: bool | None,
-    dtypes: DTypes,
-    options: AttentionOptions,
-    split: dict[str, Any],
+    rows: tuple[int, bool | None],
+    data_types: tuple[DType | None, DType | None, DType | None, DType | None],
+    splits: tuple[int | None, bool],
+    **softmax: Any,
 ) -> Batch:
-    """The batch that plan() is called for.
+    """The batch of plan()'s arguments.
 
     Args:
         table: ``indptr, indices, last_page_len``.
         sizes: ``num_qo_heads, num_kv_heads, head_dim, page_size``.
-        split: of :func:`splitting`.
+        rows: ``q_len_per_req, is_causal``.
+        data_types: ``q_data_type, kv_data_type, o_data_type, data_type``.
+        splits: ``fixed_split_size, disable_split_kv``.
+        softmax: the arguments of :func:`attention_options`.
     """
+    dtypes, options = DTypes.of(where, *data_types), attention_options(where, **softmax)
+    split, (q_len_per_req, is_causal) = splitting(where, *splits), rows
     indptr, indices, last_page_len = table
     num_qo_heads, num_kv_heads, head_dim, page_size = sizes
     required(where, indptr=indptr, indices=indices, last_page_len=last_page_len)
