@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import integers, optional_flags
-from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import (
@@ -26,6 +25,7 @@ from attn_ops.frontend.arguments import (
 from attn_ops.frontend.arguments import output_dtype as checked_output_dtype
 from attn_ops.frontend.base import Wrapper, graph_buffers
 from attn_ops.frontend.block_tables import TableNames, block_table, check_host_pages, lengths
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.call_plans import with_pages
 from attn_ops.frontend.deepseek import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from attn_ops.frontend.engine_attributes import buffer

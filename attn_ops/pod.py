@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from attn_ops.argument_checks import flags, optional_flags
-from attn_ops.call import AttentionCall
 from attn_ops.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import PlanError, UnsupportedError, fail
 from attn_ops.frontend.arguments import DType, attention_options, layout, refuse
 from attn_ops.frontend.base import WrapperGroup
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.kv_cache import PagedCache
 from attn_ops.frontend.masks import packed_mask_by_plan
 from attn_ops.frontend.outputs import OutputSpec

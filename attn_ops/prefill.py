@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import flags
-from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared, prepared_function
 from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
@@ -29,6 +28,7 @@ from attn_ops.frontend.arguments import (
     required,
 )
 from attn_ops.frontend.base import graph_buffers
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.cudnn import cudnn_batch_prefill_with_kv_cache
 from attn_ops.frontend.deepseek import trtllm_ragged_attention_deepseek
 from attn_ops.frontend.element_offsets import token_offsets

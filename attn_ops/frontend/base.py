@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, PlanSource
 from attn_ops.eager.prepared_call import PreparedCalls
 from attn_ops.eager.startup import prepare
 from attn_ops.errors import ArgumentError, CapacityError, DeviceError, PlanError, ShapeError, UnsupportedError, fail
@@ -25,6 +24,7 @@ from attn_ops.frontend.arguments import (
     positional,
     refuse,
 )
+from attn_ops.frontend.call import AttentionCall, PlanSource
 from attn_ops.frontend.call_plans import problem_of
 from attn_ops.frontend.cuda_graph import GraphBuffers
 from attn_ops.frontend.engine_attributes import EngineAttributes

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import DTypeError, OptionError, PageTableError, ShapeError, dtype_name, fail, shape_of, unsupported
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked, refuse, required
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.paged import forward_changes
 from attn_ops.frontend.plan_spec import prefill_spec

@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
+from attn_ops.frontend.call import AttentionCall, Planned
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions

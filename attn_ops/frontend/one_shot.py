@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Unplanned
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.block_tables import USUAL_NAMES, TableNames, on_device, row_lengths
+from attn_ops.frontend.call import AttentionCall, Unplanned
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.kv_cache import paged_sizes

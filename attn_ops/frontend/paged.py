@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ops.call import AttentionCall
 from attn_ops.frontend.arguments import attention_options
 from attn_ops.frontend.base import Wrapper
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.engine_attributes import buffer
 from attn_ops.frontend.kv_cache import PagedCache, paged
 from attn_ops.frontend.outputs import OutputSpec

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import flags
-from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail
 from attn_ops.frontend.arguments import DTypes, computed_dtype, positive
+from attn_ops.frontend.call import AttentionCall, Planned
 from attn_ops.frontend.call_plans import with_rows, with_workspace, without_window
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.ops.options import DENSE_DIMS, AttentionOptions

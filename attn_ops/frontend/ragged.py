@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ops.call import AttentionCall
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.frontend.arguments import DType, DTypes, check_fp16_reduction, refuse, renamed, required
 from attn_ops.frontend.base import Wrapper, graph_buffers
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.element_offsets import check_repeated, token_offsets
 from attn_ops.frontend.engine_attributes import buffer
 from attn_ops.frontend.kv_cache import values_for

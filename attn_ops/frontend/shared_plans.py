@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall, Planned
 from attn_ops.eager.contents import contents
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.op_call import Lookup, flatten_tensors
+from attn_ops.frontend.call import AttentionCall, Planned
 from attn_ops.frontend.call_plans import with_workspace
 from attn_ops.gpu import current_stream, is_capturing
 from attn_ops.ops.options import AttentionOptions

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import attn_ops
-from attn_ops.call import AttentionCall
 from attn_ops.eager import captured_call
+from attn_ops.frontend.call import AttentionCall
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -12,7 +12,7 @@ import torch
 from helpers.page_tables import int32
 
 import attn_ops
-from attn_ops.call import AttentionCall
+from attn_ops.frontend.call import AttentionCall
 
 MAX_STOPS = 12
 PACKAGE = Path(attn_ops.__file__).parent

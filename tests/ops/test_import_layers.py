@@ -55,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed", "sparse_planner"),
     ("plan.resizable", "collect_env", "packaging"),
     ("frontend",),
-    ("call",),
+    ("frontend.call",),
     ("frontend.call_plans",),
     ("frontend.flash.metadata", "frontend.planned_batch", "frontend.shared_plans"),
     ("frontend.engine_attributes", "frontend.one_shot"),

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attn_ops.call import AttentionCall
 from attn_ops.eager.op_call import OpCall
 from attn_ops.frontend.arguments import ranked, required
 from attn_ops.frontend.block_tables import lengths
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
 from attn_ops.frontend.flash.cache_checks import check_latent

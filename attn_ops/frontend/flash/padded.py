@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.call import AttentionCall
 from attn_ops.eager.op_call import MappedCall
 from attn_ops.errors import DeviceError, PageTableError, ShapeError, fail, shape_of
 from attn_ops.frontend.block_tables import lengths
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.flash.calls import requests_of
 from attn_ops.ops.options import FP8
 from attn_ops.plan.page_table import offsets, seen
