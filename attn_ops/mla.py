@@ -40,7 +40,7 @@ from attn_ops.frontend.with_lse import RunWithLse
 from attn_ops.gpu import is_capturing
 from attn_ops.ops.options import FP8, MLA_DIMS, AttentionOptions, bounded, mla_scale
 from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_indptr
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import PrefillPlan
 from attn_ops.symbolic_sizes import holds
 from attn_ops.typed import typed

@@ -46,7 +46,7 @@ from attn_ops.frontend.trtllm import trtllm_batch_context_with_kv_cache
 from attn_ops.frontend.with_lse import ForwardWithLse
 from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
 from attn_ops.plan.page_table import PageTable
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.symbolic_sizes import agree
 from attn_ops.typed import typed
 

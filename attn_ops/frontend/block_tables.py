@@ -17,7 +17,7 @@ from attn_ops.frontend.arguments import given_tensor, required
 from attn_ops.frontend.context import RankKeys
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.page_table import as_int32, seen, uniform_indptr
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.symbolic_sizes import holds
 
 

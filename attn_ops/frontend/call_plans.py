@@ -18,7 +18,6 @@ from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import BatchSize, ragged_pages, uniform_indptr
-from attn_ops.plan.resizable import PlanSpec
 from attn_ops.plan.sizing import (
     MIN_PACKED_ROWS,
     ctas_per_head,
@@ -29,6 +28,7 @@ from attn_ops.plan.sizing import (
     splits_per_head,
     tiles_per_wave,
 )
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import (
     KV_BLOCK,
     DecodePlan,

@@ -12,7 +12,7 @@ from attn_ops.errors import ArgumentError, OptionError, fail
 from attn_ops.frontend.arguments import computed_dtype, positive, renamed, required
 from attn_ops.ops.options import FP8, AttentionOptions
 from attn_ops.ops.unsupported import is_plain_prefill, needs_general_decode
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 
 
 def prefill_spec(

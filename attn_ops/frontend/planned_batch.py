@@ -20,7 +20,7 @@ from attn_ops.ops.options import DENSE_DIMS, AttentionOptions
 from attn_ops.ops.unsupported import is_plain_prefill
 from attn_ops.plan.page_table import PageTable
 from attn_ops.plan.plan_checks import check_groups
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.symbolic_sizes import holds
 

@@ -18,7 +18,8 @@ from attn_ops.frontend.with_lse import RunWithLse
 from attn_ops.ops.options import DENSE_DIMS, FP8, AttentionOptions
 from attn_ops.plan.block_sparse import place_rows
 from attn_ops.plan.page_table import PageTable
-from attn_ops.plan.resizable import PlanSpec, SizedPlanner
+from attn_ops.plan.resizable import SizedPlanner
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.planner import PrefillPlanner
 from attn_ops.typed import typed
 

@@ -14,7 +14,7 @@ from attn_ops import PrefillPlanner
 from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
 from attn_ops.plan import sizing
 from attn_ops.plan.page_table import BatchSize, PageTable
-from attn_ops.plan.resizable import PlanSpec, ResizablePlan
+from attn_ops.plan.resizable import ResizablePlan
 from attn_ops.plan.sizing import (
     ctas_of_tile,
     fills_three_consumers,
@@ -22,6 +22,7 @@ from attn_ops.plan.sizing import (
     rows_per_tile,
     unsplit_packed_rows,
 )
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import PlanProblem
 
 

@@ -26,7 +26,7 @@ from attn_ops.frontend.flash.metadata import (
 )
 from attn_ops.frontend.shared_plans import Found, shared
 from attn_ops.plan.page_table import index, offsets, seen, uniform_indptr
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import INT32_MAX
 from attn_ops.symbolic_sizes import guard_or_true, holds
 

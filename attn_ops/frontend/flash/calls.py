@@ -20,7 +20,7 @@ from attn_ops.frontend.shared_plans import Scheduled, shared
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import cumulative, index, uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 from attn_ops.symbolic_sizes import agree, any_zero, at_most, holds, statically_known_true
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.frontend.plan_spec import paged_spec
 from attn_ops.ops.options import AttentionOptions
-from attn_ops.plan.resizable import PlanSpec
+from attn_ops.plan.spec import PlanSpec
 from attn_ops.symbolic_sizes import guard_or_false
 
 
