@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from attn_ops.kernels import reference
-from attn_ops.kernels.reference.append import as_nhd, bits
+from attn_ops.kernels.reference.cache_views import as_nhd, bits
 from torch import Tensor
 
 MAX_ROWS = 256

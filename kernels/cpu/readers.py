@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from attn_ops.kernels.cpu.schedule import KernelCall, Pages
-from attn_ops.kernels.reference.append import bits
+from attn_ops.kernels.reference.cache_views import bits
 from torch import Tensor
 
 from attn_ops.eager.captured_call import View

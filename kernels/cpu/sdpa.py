@@ -26,7 +26,7 @@ from attn_ops.kernels.cpu import schedule
 from attn_ops.kernels.cpu.readers import Reader
 from attn_ops.kernels.cpu.schedule import BatchSizes, KernelCall, KeyBounds, Steps
 from attn_ops.kernels.cpu.step import Inputs, Step
-from attn_ops.kernels.reference.append import as_nhd
+from attn_ops.kernels.reference.cache_views import as_nhd
 from torch import Tensor
 
 from attn_ops.eager.captured_call import _C, View

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.reference.append import as_nhd, bits, block_pages, gather, with_spare_row
+from attn_ops.kernels.reference.cache_views import as_nhd, bits, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.meta.outputs import attention as allocate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attn_ops.kernels.reference.append import bits
 from attn_ops.kernels.reference.attention import prefill
+from attn_ops.kernels.reference.cache_views import bits
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions, mla_scale

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
-from attn_ops.kernels.reference.append import block_pages
+from attn_ops.kernels.reference.cache_views import block_pages
 from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
 from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
