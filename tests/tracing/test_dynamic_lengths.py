@@ -93,7 +93,7 @@ FORMS: dict[str, Form] = {
         tuple,
         lambda q, k, v: flash_attn_func(q, k, v, causal=True).flatten(0, 1),
         each,
-        STATIC + TILES,
+        STATIC + DYNAMIC,
         (1, 1, 1),
     ),
     "flash_attn_func of one request": Form(
