@@ -130,7 +130,8 @@ ONE_ACCUMULATOR = Fault(
 def test_sums_over_long_kv_lose_nothing(dim: int, planted: int) -> None:
     """The mean of values of 1 is 1. An accumulator of the tensor cores for all KV tiles would lose several percent."""
     random = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(n, 1, dim, generator=random).to(E4M3) for n in (64, 4096))
+    rows = 128  # with 64 two consumers divide the keys
+    q, k = (torch.randn(n, 1, dim, generator=random).to(E4M3) for n in (rows, 4096))
     with Host(faults=[ONE_ACCUMULATOR] if dim == 128 else [], planted=planted).installed():
         out, _ = prefill.single_prefill(q, k, torch.ones_like(k, dtype=torch.float32).to(E4M3), out_dtype=torch.float32)
     if planted:
