@@ -180,7 +180,7 @@ def xqa_mla(
         k_cache: ``[pages, page_size, ckv + kpe]``, or flat ``[pages * page_size, ckv + kpe]`` with ``page_size``.
             ``v_cache``: as ``k_cache``, with ``ckv`` columns; if it has all columns of ``k_cache``, ``ckv`` is 512 and
             the others are not read. If it is a view of the first columns of ``k_cache``, the kernel of MLA reads the
-            latents once; otherwise the calls are prefill over keys and values. Memory is not known while tracing:
+            latents once; otherwise a general kernel reads keys and values. Memory is not known while tracing:
             ``k_cache`` itself, or a narrower tensor with its strides, is then taken for such a view.
         q_scale: the softmax scale too, unlike in :func:`xqa`. ``kv_scale`` multiplies the output as well.
         page_table, seq_lens, output: as for :func:`xqa`; the output is ``[..., num_heads, ckv]``.
