@@ -19,32 +19,22 @@ from attn_ops.frontend.masks import tree_mask_bits
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import BatchSize, ragged_pages, uniform_indptr
 from attn_ops.plan.sizing import (
-    MIN_PACKED_ROWS,
     ctas_per_head,
     general_ctas_per_head,
     max_splits_for,
     most_tiles,
-    packed_rows_of_tile,
     splits_per_head,
-    tiles_per_wave,
 )
 from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import (
-    KV_BLOCK,
     DecodePlan,
     PlanProblem,
     PrefillPlan,
     allocate_decode,
     allocate_prefill,
-    full_tiles,
-    keys_ahead,
     workspace_size,
 )
-from attn_ops.symbolic_sizes import at_least, at_most, decide
-
-MIN_IDLE_BLOCKS = 24
-"""The time of planning in a CUDA graph, about 10 us on an H200, as a number of KV blocks. The first planned eager call
-of a length takes the host about 100 us more, later calls nothing."""
+from attn_ops.symbolic_sizes import at_least, at_most
 
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
@@ -65,29 +55,6 @@ def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int 
         fixed_split_size=spec.fixed_split_size,
         short_kv=int(spec.short_kv),
     )
-
-
-def splits_pay(spec: PlanSpec, batch: int, rows: int, kv_len: int, device: torch.device) -> bool:
-    """Whether splitting keys of ``batch`` requests of equal lengths saves the time of :data:`MIN_IDLE_BLOCKS` or more.
-
-    Without splits, the CTAs that the last wave of query tiles leaves idle could read the keys that all tiles see. Half
-    of the CTAs read keys for few query rows as fast as all. ``rows`` and ``kv_len`` are those of a request. True if
-    symbolic sizes do not decide.
-    """
-    if spec.num_kv_heads == 0 or splits_per_head(device, problem_of(spec, device, kv_len)) == 0:
-        return False
-    spec = spec.of_batch(device, BatchSize(batch, batch * rows, 0, None))
-    keys = kv_len - rows if keys_ahead(spec.causal, spec.window_right) else kv_len
-    if spec.window_left >= 0:
-        keys = at_most(keys, spec.window_left + 1)
-    least = MIN_IDLE_BLOCKS * KV_BLOCK
-    if decide(keys < least):  # before the tiles, whose size is another condition on symbolic sizes
-        return False
-    problem = problem_of(spec, device, kv_len, rows)
-    wave, tiles = tiles_per_wave(problem, splits_per_head(device, problem)), batch * full_tiles(problem, rows)
-    useful = (wave + 1) // 2 if packed_rows_of_tile(problem) <= MIN_PACKED_ROWS else wave
-    idle = at_least(useful - ((tiles - 1) % wave + 1), 0)
-    return not decide(keys * idle < least * useful)
 
 
 def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:

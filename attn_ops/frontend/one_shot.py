@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.block_tables import USUAL_NAMES, TableNames, on_device, row_lengths
 from attn_ops.frontend.call import AttentionCall, Unplanned
-from attn_ops.frontend.call_plans import BlockTables, RaggedLengths, splits_pay
+from attn_ops.frontend.call_plans import BlockTables, RaggedLengths
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.kv_cache import paged_sizes
 from attn_ops.frontend.outputs import OutputSpec
 from attn_ops.frontend.plan_spec import paged_spec, ragged_spec
 from attn_ops.frontend.scales import ScaleFactors
-from attn_ops.frontend.shared_plans import Scheduled, shared
-from attn_ops.ops.options import FP8, AttentionOptions
+from attn_ops.ops.options import AttentionOptions
 from attn_ops.plan.page_table import uniform_indptr
 from attn_ops.plan.plan_checks import check_groups
 from attn_ops.plan.spec import PlanSpec
-from attn_ops.plan.state import DecodePlan, PrefillPlan
-from attn_ops.symbolic_sizes import agree
 
 QUERY_DIMS, RAGGED_DIMS = "[rows, num_qo_heads, head_dim]", "[rows, heads, head_dim]"
 
@@ -141,7 +137,7 @@ def ragged_call(
     return AttentionCall(where, "ragged_prefill", tensors, batch, options, output, scales, "NHD", backend)
 
 
-def unplanned_call(
+def dense_call(
     where: str,
     tensors: tuple[Tensor, Tensor, Tensor],
     options: AttentionOptions,
@@ -152,54 +148,11 @@ def unplanned_call(
     kv_layout: str = "NHD",
     backend: str = "auto",
 ) -> AttentionCall:
-    """The call of requests of equal lengths, with tensors as for :func:`dense_call`, whose keys are not split."""
-    source = Unplanned((tensors[0].shape[-1], tensors[2].shape[-1]), batch_size)
-    return AttentionCall(where, "single_prefill", tensors, source, options, output, scales, kv_layout, backend)
+    """Requests of equal lengths, one after another in ``(q [rows, num_qo_heads, head_dim], k, v [keys, ...])``.
 
-
-def dense_call(
-    where: str,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    options: AttentionOptions,
-    output: OutputSpec,
-    scales: ScaleFactors,
-    *,
-    kv_layout: str,
-    backend: str = "auto",
-) -> AttentionCall:
-    """One request: ``(q [qo_len, num_qo_heads, head_dim], k, v [kv_len, num_kv_heads, head_dim])``, HND heads first.
-
-    Few query rows over many keys are planned, so that their keys are split over the device. Calls of the same sizes,
-    such as those of a model's layers, share the plan.
+    ``k, v [keys, num_kv_heads, head_dim]`` have heads first if ``kv_layout`` is HND.
     """
-    q, *kv = tensors
-    k, v = kv if kv_layout == "NHD" else (t.transpose(0, 1) for t in kv)
     if options.mask is not None:
         options = options._replace(causal=False)  # the mask replaces it
-    rows, kv_len, device = q.shape[0], k.shape[0], q.device
-    spec = ragged_spec(q, k, v, options)
-    if not agree(k.shape[:2], v.shape[:2]) or not splits_pay(spec, 1, rows, kv_len, device):
-        return unplanned_call(where, tensors, options, output, scales, kv_layout=kv_layout, backend=backend)
-    decode = rows == 1 and options.mask is None and q.dtype not in FP8 and backend == "auto"
-    if decode:
-        options = options._replace(causal=False, window_right=-1)  # no key follows the row: it is at the last key
-        # Pages of one token, which only the general kernel takes.
-        spec = ragged_spec(q, k, v, options)._replace(decode=True, paged=True)
-
-    def make() -> DecodePlan | PrefillPlan:
-        kv_indptr = uniform_indptr(1, kv_len, device)
-        batch: BlockTables | RaggedLengths
-        if decode:
-            pages = torch.arange(kv_len, dtype=torch.int32, device=device)[None]
-            batch = BlockTables(spec, pages, kv_indptr[1:], None, rows)
-        else:
-            batch = RaggedLengths(spec, uniform_indptr(1, rows, device), kv_indptr, rows, kv_len)
-        return batch.plan()
-
-    found = shared(("one request", spec, rows, kv_len), (), device, make)
-    source = Scheduled(found.value, (q.shape[2], v.shape[2]))
-    op, tensors = ("batch_decode", (q, k[:, None], v[:, None])) if decode else ("ragged_prefill", (q, k, v))
-    views = tuple(zip(tensors[1:], kv, strict=True))
-    return AttentionCall(
-        where, op, tensors, source, options, output, scales, "NHD", backend, views, lookup=found.lookup
-    )
+    source = Unplanned((tensors[0].shape[-1], tensors[2].shape[-1]), batch_size)
+    return AttentionCall(where, "single_prefill", tensors, source, options, output, scales, kv_layout, backend)

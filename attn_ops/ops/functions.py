@@ -350,8 +350,8 @@ def single_prefill(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Query rows of one request, or of several requests of equal lengths, over their keys and values, without a plan.
-    One query row is a decode step. Keys are not split: for few rows over many keys, ``single_prefill_with_kv_cache``,
-    ``single_decode_with_kv_cache`` and ``flash_attn_func`` make a plan that splits them over the GPU.
+    One query row is a decode step. If there are fewer query tiles than the GPU computes at a time, keys are split
+    (docs/guide/plans.md).
 
     Args:
         q: ``[nnz_qo, num_qo_heads, head_dim]``; float16, bfloat16, float32, float8_e4m3fn. Query rows of all requests,

@@ -296,13 +296,19 @@ def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | Non
     """
     if device.type != "cuda" or problem.short_kv:
         return 0
+    ctas, sms = resident_ctas(device, problem), hopper_sms(device)
+    if tiles is not None and sms:
+        ctas //= cluster_splits(sms, problem, tiles, decide)
+    return _default_splits(problem, ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+
+
+def resident_ctas(device: torch.device, problem: PlanProblem) -> int:
+    """CTAs of a prefill kernel that run at a time, 1 on the CPU. Few packed rows share an SM, except on Hopper."""
+    if device.type != "cuda":
+        return 1
     gpu = properties(device)
-    hopper = gpu.major == HOPPER  # its prefill kernel has one CTA per SM, also for few packed rows
-    small = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem) and not hopper
-    resident_ctas = gpu.multi_processor_count * (CTAS_PER_SM if small else 1)
-    if tiles is not None and hopper:
-        resident_ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles, decide)
-    return _default_splits(problem, resident_ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
+    few = packed_rows_of_tile(problem) <= MIN_PACKED_ROWS and not has_large_head_dim(problem)
+    return gpu.multi_processor_count * (CTAS_PER_SM if few and gpu.major != HOPPER else 1)
 
 
 def _default_splits(problem: PlanProblem, resident: int) -> int:

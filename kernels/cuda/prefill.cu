@@ -281,6 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM_VO]
     float* lse,                               // [rows, num_kv_heads * group] or null
     float* partial,  // [slots, tile_rows, num_kv_heads * group, HEAD_DIM_VO], then LSE [slots, tile_rows, heads]
+                     // Without a plan request_rows take the place of tile_rows
     const int* qo_indptr,                     // [max_batch + 1]. Null without a plan, as kv_indices, work and queue:
                                               // all requests then have equal lengths
     const int* kv_indices,                    // [max_pages]
@@ -293,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
     int num_pages,
 #else
     int kv_rows,
-    int request_rows, int request_keys,       // query rows and keys of each request, without a plan
+    // Without a plan: query rows and keys of each request, and the splits of its keys, each of split_keys but the last.
+    int request_rows, int request_keys, int request_splits, int split_keys,
 #endif
     int max_pages, int max_items, int max_batch, int slots,
     int64 stride_q_row, int64 stride_q_head,  // elements
@@ -344,7 +346,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
       .page_size = page_size, .box = box, .tile_rows = tile_rows, .unit_rows = equal_unit_rows(tile_rows * group),
       .num_items = (rows + tile_rows - 1) / tile_rows + max_batch + slots, .slots = slots, .queue = queue,
 #if !PAGED
-      .request_rows = request_rows, .request_keys = request_keys,
+      .request_rows = request_rows, .request_keys = request_keys, .request_splits = request_splits,
+      .split_keys = split_keys,
 #endif
 #if CUSTOM_MASK
       .mask = mask, .mask_bytes = mask_bytes, .kv_len = kv_len,

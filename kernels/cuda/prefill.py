@@ -20,7 +20,7 @@ from attn_ops.kernels.cuda.operands import (
     paged_map,
     rope_arguments,
 )
-from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
+from attn_ops.kernels.triton.prefill_call import Batch, Operands, plan_arguments, prefill_ops
 from torch import Tensor
 
 from attn_ops.ops.cuda_kernels import (
@@ -38,10 +38,10 @@ from attn_ops.ops.cuda_kernels import (
     kv_loads,
 )
 from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
+from attn_ops.plan.equal_requests import EqualRequests
 from attn_ops.plan.sizing import (
     THREE_CONSUMERS_CTA_PACKED_ROWS,
     fills_three_consumers,
-    is_short_kv,
     takes_three_consumers,
 )
 from attn_ops.plan.state import PlanProblem, PrefillPlan
@@ -62,6 +62,9 @@ KV_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
 KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("page", "token", "head"))
 """Parameters of keys and values that cp.async copies by tokens: strides in elements."""
 
+
+REQUEST_SIZES = ("request_rows", "request_keys", "request_splits", "split_keys")
+"""Parameters of ragged keys without a plan: query rows, keys and splits of each request, and keys of a split."""
 
 PARAMETERS = {
     "KV_FP8": {"kv_type": "i32", "kv_scale": "pointer"},
@@ -87,7 +90,7 @@ def _kernel(loads: str, custom_mask: bool, further: Mapping[str, str]) -> Kernel
         **dict.fromkeys(("out", "lse", "partial", "qo_indptr", "kv_indices", "work", "queue"), "pointer"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
         **dict.fromkeys(("window_left", "window_right", "rows"), "i32"),
-        **dict.fromkeys(("kv_rows", "request_rows", "request_keys") if loads == "ragged" else ("num_pages",), "i32"),
+        **dict.fromkeys(("kv_rows", *REQUEST_SIZES) if loads == "ragged" else ("num_pages",), "i32"),
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("num_kv_heads", "group", *(() if loads == "ragged" else ("page_size",))), "i32"),
@@ -433,8 +436,7 @@ def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bo
     """The kernel arguments of keys and values, by the parameters' names."""
     sizes = {"num_pages": x.k.shape[0], "page_size": page_size}
     if loads == "ragged":
-        rows, keys = (size // x.batch_size for size in (x.q.shape[0], x.kv_rows))
-        sizes = {"kv_rows": x.kv_rows, "request_rows": rows, "request_keys": keys}
+        sizes = {"kv_rows": x.kv_rows}
     if loads == "tokens":
         return {"k": x.k, "v": x.v, **sizes, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
     paged = loads == "pages"
@@ -478,21 +480,18 @@ def query_map(q: Tensor, group: int, padded: bool = False) -> TensorMap:
     return TensorMap(q, shape, strides, box, columns.box * q.element_size())
 
 
-def _is_short_kv(x: Operands, head_dims: tuple[int, int], plan: PrefillPlan | None, causal: bool) -> bool:
-    """Whether the plan is for short KV; without a plan, whether a plan of the call would be."""
-    if plan is not None:
-        return bool(PlanProblem.of(plan.problem).short_kv)
-    max_kv_len = x.kv_rows // x.batch_size
-    return is_short_kv(
-        *x.heads, head_dims, x.batch_size, x.q.shape[0], x.q.device, max_kv_len=max_kv_len, causal=causal
-    )
+def request_arguments(batch: Batch) -> dict[str, Any]:
+    """The kernel arguments of requests of ragged keys, 0 with a plan."""
+    if isinstance(batch, PrefillPlan):
+        return dict.fromkeys(REQUEST_SIZES, 0)
+    return dict(zip(REQUEST_SIZES, (batch.rows, batch.keys, batch.splits, batch.split_keys), strict=True))
 
 
 def launch_tiles(
     x: Operands,
     out: Tensor,
     lse: Tensor,
-    plan: PrefillPlan | None,
+    batch: Batch,
     workspace: Tensor | None,
     tile_rows: int,
     num_items: int,
@@ -500,18 +499,20 @@ def launch_tiles(
 ) -> None:
     """Launch the kernel (:data:`attn_ops.kernels.triton.prefill_call.LaunchTiles`)."""
     num_heads, num_kv_heads = x.heads
-    group, dims = num_heads // num_kv_heads, (sum(x.dims[:2]), x.dims[2])
+    group, dims = num_heads // num_kv_heads, x.head_dims
+    plan = batch if isinstance(batch, PrefillPlan) else None
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
     page_size = 1 if plan is None else PlanProblem.of(plan.problem).page_size
     loads, packed_rows = kv_loads(paged, page_size), tile_rows * group
     custom_mask = o.mask is not None
     key = PrefillKey.of(dims, loads, x.q.dtype, x.k.dtype, custom_mask, o.pos_encoding)
-    key = key_of_plan(key, packed_rows, _is_short_kv(x, dims, plan, o.causal))
+    short_kv = bool(PlanProblem.of(batch.problem).short_kv) if isinstance(batch, PrefillPlan) else batch.short_kv
+    key = key_of_plan(key, packed_rows, short_kv)
     tile = TILE_OF[key]
     num_units = num_items * num_kv_heads * -(-packed_rows // tile.unit_rows(packed_rows)) * tile.unit_parts
-    of_request = x.q.shape[0] // x.batch_size
-    if plan is None and has_static_value(of_request):  # requests shorter than a query tile are divided into equal units
-        tile_rows = max(1, min(tile_rows, of_request))
+    # Requests shorter than a query tile are divided into equal units.
+    if isinstance(batch, EqualRequests) and has_static_value(batch.rows):
+        tile_rows = max(1, min(tile_rows, batch.rows))
     launch(
         SPECIALIZATIONS[key],
         (persistent_grid(num_units, x.q.device, tile.ctas_per_sm),),
@@ -526,7 +527,8 @@ def launch_tiles(
         out=out,
         lse=lse if lse.dim() > 1 else None,
         partial=workspace,
-        **plan_arguments(plan, x.batch_size),
+        **plan_arguments(batch),
+        **(request_arguments(batch) if loads == "ragged" else {}),
         queue=None if plan is None else plan.queue,
         scale=softmax_scale(o.sm_scale, dims[0]),
         cap=o.logits_soft_cap,

@@ -46,7 +46,7 @@ DEVICE void store(Output& output, const Rows& rows, const Problem& p, DivideByGr
     lse[r] = row_max + log2f(sum);
   }
   float* to_lse = to.lse;
-  if (split) to_lse = to.partial + int64(p.slots) * p.tile_rows * num_heads * p.head_dim_vo;
+  if (split) to_lse = to.partial + int64(p.slots) * p.slot_rows() * num_heads * p.head_dim_vo;
   if (to_lse && first_column == 0 && threadIdx.x % 4 == 0) {
     if (exists[0]) to_lse[to_row[0]] = lse[0];
     if (exists[1]) to_lse[to_row[1]] = lse[1];

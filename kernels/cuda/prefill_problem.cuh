@@ -230,14 +230,18 @@ DEVICE int equal_unit_rows(int packed_rows) {
 }
 
 struct Problem {
-  const int *qo_indptr, *kv_indices, *work;
+  const int *qo_indptr, *kv_indices, *work;  // null without a plan
   int window_left, window_right, rows, kv_rows, num_pages, max_pages, max_items, max_batch, num_kv_heads, group;
   int page_size, box, tile_rows, unit_rows, num_items, slots;
   int* queue;  // null without a plan
 #if PAGED
   static constexpr int request_rows = 0, request_keys = 0;
+  DEVICE int splits() const { return 0; }
 #else
-  int request_rows, request_keys;  // without a plan, of each of the `max_batch` requests
+  // Without a plan, of each of the `max_batch` requests: query rows, keys, and the splits of its visible keys, each of
+  // split_keys but the last.
+  int request_rows, request_keys, request_splits, split_keys;
+  DEVICE int splits() const { return max_batch * request_splits; }  // of all requests
 #endif
 #if CUSTOM_MASK
   const unsigned char* mask;
@@ -253,13 +257,14 @@ struct Problem {
   static constexpr int head_dim_qk = kDimQk, head_dim_vo = kOutDim;
 #endif
 
-  DEVICE bool planned() const { return PAGED || queue; }
+  DEVICE bool planned() const { return PAGED || work; }
+  DEVICE int slot_rows() const { return planned() ? tile_rows : request_rows; }  // query rows of a slot of `partial`
   DEVICE int request_blocks() const { return (request_rows * group + block_rows() - 1) / block_rows(); }
   // Blocks of a KV head that follow one another in the order of units. Without a plan they are those of a query tile,
   // or if all rows see the same keys those of the request.
   DEVICE int ordered_blocks() const {
     if (planned()) return blocks();
-    return max(window_right == kNone ? request_blocks() : min(blocks(), request_blocks()), 1);
+    return max(kCustomMask || window_right == kNone ? request_blocks() : min(blocks(), request_blocks()), 1);
   }
 
   DEVICE bool split_kv() const {
@@ -325,11 +330,11 @@ struct Schedule : Walk<PAGED> {
   DEVICE explicit Schedule(const Problem& p)
       : kept(p), by_blocks(p.blocks()), by_heads(p.num_kv_heads), by_group(p.group) {}
 #else
-  const FastDivide by_groups;  // without a plan: units of one group of blocks of all requests
+  const FastDivide by_groups;  // without a plan: units of one group of blocks of all splits
 
   DEVICE explicit Schedule(const Problem& p)
       : kept(p), by_blocks(p.ordered_blocks()), by_heads(p.num_kv_heads), by_group(p.group),
-        by_groups(max(p.max_batch * p.num_kv_heads * by_blocks.divisor, 1)) {}
+        by_groups(max(p.splits() * p.num_kv_heads * by_blocks.divisor, 1)) {}
 #endif
 
   DEVICE ItemCounts counts(const Problem& p) const { return kKeepsCounts ? kept : ItemCounts(p); }
@@ -344,7 +349,7 @@ struct Schedule : Walk<PAGED> {
 
   DEVICE bool next(const Problem& p, Unit& unit) {
     const int64 of_heads = int64(p.num_kv_heads) * UNIT_PARTS;
-    const int64 of_head = p.planned() ? int64(counts(p).all) * p.blocks() : int64(p.max_batch) * p.request_blocks();
+    const int64 of_head = p.planned() ? int64(counts(p).all) * p.blocks() : int64(p.splits()) * p.request_blocks();
     const int units = static_cast<int>(min(of_head * of_heads, int64(0x7FFFFFFF)));
     for (;;) {
       const int64 u = p.planned() && wave ? int64(gridDim.x) + atomic_increment(p.queue + kNextUnit, units - 1)
@@ -386,22 +391,27 @@ struct Schedule : Walk<PAGED> {
     return locate(p, item, unit) == item;
   }
 
-  // Requests of equal lengths; each is a work item. The last groups of blocks of all requests come first: if rows see
-  // no later keys, these see the most. The units of a group follow one another, KV head by KV head.
+  // Requests of equal lengths; each split of a request is a work item. The last groups of blocks of all splits come
+  // first: if rows see no later keys, these see the most. The units of a group follow one another, KV head by KV head.
   DEVICE void find_without_plan(const Problem& p, uint32 u, Unit& unit) const {
 #if !PAGED
     const FastDivide of_group = kept_or_new(by_blocks, p.ordered_blocks());
-    const FastDivide of_groups = kept_or_new(by_groups, p.max_batch * p.num_kv_heads * of_group.divisor);
+    const FastDivide of_groups = kept_or_new(by_groups, p.splits() * p.num_kv_heads * of_group.divisor);
     const uint32 group = quotient(u, of_groups), blocks = p.request_blocks() - group * of_group.divisor;
     const uint32 count = min(of_group.divisor, blocks);  // blocks of the group; the first of a request may have fewer
     u -= group * of_groups.divisor;
     const uint32 head = count == of_group.divisor ? quotient(u, of_group) : u / count;
-    const uint32 request = quotient(head, by_heads);
+    const uint32 split = quotient(head, by_heads), request = p.request_splits > 1 ? split / p.request_splits : split;
     unit.first_packed_row = (blocks - count + u - head * count) * p.block_rows();
-    unit.kv_head = head - request * by_heads.divisor, unit.request = request;
+    unit.kv_head = head - split * by_heads.divisor, unit.request = request;
     unit.row = request * p.request_rows, unit.count = p.request_rows;
     unit.start = 0, unit.end = p.request_keys, unit.position = p.request_keys - p.request_rows;
     unit.page_start = request * p.request_keys, unit.slot = -1;
+    if (p.request_splits > 1) {
+      const int first = p.window_left == kNone ? 0 : bound(unit.position, 0, -p.window_left);
+      unit.start = first + (split - request * p.request_splits) * p.split_keys;
+      unit.end = unit.start + min(unit.end - unit.start, p.split_keys), unit.slot = split;
+    }
 #endif
   }
 };

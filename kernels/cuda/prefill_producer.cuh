@@ -329,7 +329,7 @@ DEVICE void write_query_block(const Problem& p, const Unit& unit, QueryBlock& to
   const int row = unit.row + unit.first_row, head = unit.kv_head * p.group;
   const bool exists = row >= 0 && unit.slot < p.slots;
   to.stored = exists ? max(min(unit.count - unit.first_row, p.rows - row), 0) : 0;
-  const int64 to_row = unit.slot < 0 ? int64(row) : int64(unit.slot) * p.tile_rows + unit.first_row;
+  const int64 to_row = unit.slot < 0 ? int64(row) : int64(unit.slot) * p.slot_rows() + unit.first_row;
   to.first = to_row * (p.num_kv_heads * p.group) + head;
   to.head = head;
 }

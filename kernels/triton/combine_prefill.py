@@ -1,7 +1,7 @@
-"""Combine of prefill: the output of split query tiles from the partial results of their splits.
+"""Combine of prefill: the output of split query tiles, or of split requests, from the partial results of their splits.
 
 An output row is one query row and one head; a split tile has ``TILE_ROWS * HEADS`` of them. Programs take output rows
-in turn, or slices of their columns if no program then has more than one.
+in turn, or slices of their columns if no program then has more than one. Without a plan all requests are split alike.
 
 Partial results are float32 ``[slots, TILE_ROWS, HEADS, DIM]``, then the LSE ``[slots, TILE_ROWS, HEADS]``. *Scaled*
 ones are float16 and fill half of the memory of the former. The other half begins with float32 scales ``[slots,
@@ -27,6 +27,7 @@ from attn_ops.kernels.triton.work_item import (
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attn_ops.plan.equal_requests import EqualRequests
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 
 SLICE_COLUMNS = 64
@@ -51,22 +52,23 @@ MAX_SPLIT_TILES_OF_ONE_WARP = 1024
 @triton.jit
 def combine_row(
     out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row, first_d,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    tile_rows, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Write ``BLOCK_DIM`` columns from ``first_d`` on of ``output_row`` of a split tile.
 
-    The tile has ``count`` query rows from ``row`` on, and ``num_splits`` partial results from ``first_slot`` on.
+    The tile has ``count`` query rows from ``row`` on, and ``num_splits`` partial results, each of ``tile_rows`` query
+    rows, from ``first_slot`` on.
     """
-    OUTPUT_ROWS: tl.constexpr = TILE_ROWS * HEADS
+    output_rows = tile_rows * HEADS
     SCALES: tl.constexpr = max(BLOCK_DIM // SCALE_COLUMNS, 1) if SCALE_COLUMNS else 1
     COLUMNS: tl.constexpr = BLOCK_DIM // SCALES
     first_slot, head, scale = tl.maximum(first_slot, 0), output_row % HEADS, tl.arange(0, SCALES)
     d = first_d + scale[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    exists = (output_row < tl.minimum(count, TILE_ROWS) * HEADS) & within(row + output_row // HEADS, rows)
+    exists = (output_row < tl.minimum(count, tile_rows) * HEADS) & within(row + output_row // HEADS, rows)
     # No partial results are loaded for rows beyond the count of the tile: one of decode may have one row of several.
     end_slot = tl.where(exists, tl.minimum(first_slot + num_splits, slots), first_slot)
-    values = tl.cast(slots, tl.int64) * (OUTPUT_ROWS * DIM)
+    values = tl.cast(slots, tl.int64) * (output_rows * DIM)
     partial_lse, scales = partial + values, partial + values // 2
     partial_out = partial.to(tl.pointer_type(tl.float16), bitcast=True) if SCALE_COLUMNS else partial
     row_max = tl.full((1,), float("-inf"), tl.float32)
@@ -74,7 +76,7 @@ def combine_row(
     acc = tl.zeros((SCALES, COLUMNS), tl.float32)
     for step_slot in range(first_slot, end_slot, BLOCK_SPLITS):
         slot = step_slot + tl.arange(0, BLOCK_SPLITS)
-        at, mask = slot.to(tl.int64) * OUTPUT_ROWS + output_row, slot < end_slot
+        at, mask = slot.to(tl.int64) * output_rows + output_row, slot < end_slot
         # A partial result is a state with a row_sum of 1. Its LSE and output were written by another SM: not from L1.
         split_lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         split_out = tl.load(
@@ -157,19 +159,107 @@ def combine_prefill_kernel(
         if sliced:
             combine_row(
                 out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
-                job % SLICES * SLICE_COLUMNS, HEADS, DIM, TILE_ROWS, SLICE_COLUMNS, SLICE_SPLITS, SCALE_COLUMNS,
+                job % SLICES * SLICE_COLUMNS, TILE_ROWS, HEADS, DIM, SLICE_COLUMNS, SLICE_SPLITS, SCALE_COLUMNS,
                 SINKS, LSE,
             )  # fmt: skip
         else:
             combine_row(
                 out, lse, partial, sinks, row, count, first_slot, num_splits, rows, slots, output_row,
-                0, HEADS, DIM, TILE_ROWS, BLOCK_DIM, BLOCK_SPLITS, SCALE_COLUMNS, SINKS, LSE,
+                0, TILE_ROWS, HEADS, DIM, BLOCK_DIM, BLOCK_SPLITS, SCALE_COLUMNS, SINKS, LSE,
             )  # fmt: skip
         job += tl.num_programs(0)
         if job < jobs:
             record = split_tiles + job // slices // OUTPUT_ROWS * SPLIT_TILE_STRIDE
             row, count = tl.load(record + SPLIT_TILE_ROW), tl.load(record + SPLIT_TILE_ROWS)
             first_slot, num_splits = tl.load(record + SPLIT_TILE_SLOT), tl.load(record + SPLIT_TILE_SLOTS)
+
+
+@triton.jit(do_not_specialize=["request_rows", "num_splits", "rows", "slots"])
+def combine_requests_kernel(
+    out,  # [rows, HEADS, DIM]
+    lse,  # float32 [rows, HEADS] or [0]
+    partial,  # float32 [slots, request_rows, HEADS, DIM], then the LSE without DIM
+    sinks,  # [HEADS] or None
+    request_rows,  # query rows of each request
+    num_splits,  # of each request
+    rows,  # of out
+    slots,  # requests * num_splits, or 0 if the requests are not split
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # these and those below are as in combine_prefill_kernel
+    BLOCK_SPLITS: tl.constexpr,
+    SLICE_COLUMNS: tl.constexpr,
+    SLICE_SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: as of :func:`combine_prefill_kernel`.
+    Owns: jobs ``program_id``, ``program_id + num_programs`` and so on.
+    Loop invariant: the jobs of this program before ``job`` are done.
+    Barriers: ``griddepcontrol.wait`` before the first partial result is loaded.
+    Bound by: latency of loads.
+    """
+    SLICES: tl.constexpr = (DIM + SLICE_COLUMNS - 1) // SLICE_COLUMNS
+    if PDL:
+        acquire()
+        gdc_wait()
+        gdc_launch_dependents()
+    if slots == 0:
+        return
+    output_rows = request_rows * HEADS
+    sliced = rows * HEADS * SLICES <= tl.num_programs(0)
+    slices = SLICES if sliced else 1
+    job, jobs = tl.program_id(0), rows * HEADS * slices
+    while job < jobs:
+        request, output_row = job // slices // output_rows, job // slices % output_rows
+        if sliced:
+            combine_row(
+                out, lse, partial, sinks, request * request_rows, request_rows, request * num_splits, num_splits, rows,
+                slots, output_row, job % SLICES * SLICE_COLUMNS, request_rows, HEADS, DIM, SLICE_COLUMNS, SLICE_SPLITS,
+                0, SINKS, LSE,
+            )  # fmt: skip
+        else:
+            combine_row(
+                out, lse, partial, sinks, request * request_rows, request_rows, request * num_splits, num_splits, rows,
+                slots, output_row, 0, request_rows, HEADS, DIM, BLOCK_DIM, BLOCK_SPLITS, 0, SINKS, LSE,
+            )  # fmt: skip
+        job += tl.num_programs(0)
+
+
+def combine_split_requests(
+    out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, requests: EqualRequests
+) -> None:
+    """Write ``out [rows, heads, dim]`` and ``lse`` from the partial results in ``workspace``, if keys are split.
+
+    ``lse`` and ``sinks`` are as in :func:`combine_split_tiles`.
+    """
+    rows, heads, dim = out.shape
+    pdl = supports_pdl(out, image=True)
+    block = triton.next_power_of_2(dim)
+    columns = min(SLICE_COLUMNS, block)
+    launch(
+        combine_requests_kernel,
+        (torch.sym_min(rows * heads * triton.cdiv(dim, columns), MAX_PROGRAMS),),
+        Options(1, launch_pdl=pdl, writes=("out", "lse")),
+        out=out,
+        lse=lse,
+        partial=workspace,
+        sinks=sinks,
+        request_rows=requests.rows,
+        num_splits=requests.splits,
+        rows=rows,
+        slots=requests.num_slots,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_DIM=block,
+        BLOCK_SPLITS=max(1, STEP_ELEMENTS // block),
+        SLICE_COLUMNS=columns,
+        SLICE_SPLITS=SLICE_SPLITS,
+        SINKS=sinks is not None,
+        LSE=lse.dim() > 1,
+        PDL=pdl,
+    )
 
 
 def combine_split_tiles(

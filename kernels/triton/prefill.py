@@ -32,7 +32,7 @@ from attn_ops.kernels.triton.masks import (
     mask_bits,
     mask_offset,
 )
-from attn_ops.kernels.triton.prefill_call import Operands, plan_arguments, prefill_ops
+from attn_ops.kernels.triton.prefill_call import Batch, Operands, plan_arguments, prefill_ops
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
 from attn_ops.kernels.triton.softmax import (
     LOG2E,
@@ -58,8 +58,11 @@ from attn_ops.kernels.triton.work_item import (
 from torch import Tensor
 
 from attn_ops.ops.options import AttentionOptions, softmax_scale
+from attn_ops.plan import equal_requests
 from attn_ops.plan.plan_checks import MAX_QUERY_ROWS
 from attn_ops.plan.state import PlanProblem, PrefillPlan
+
+SPLIT_BLOCK = tl.constexpr(equal_requests.SPLIT_BLOCK)
 
 MIN_POSITION = tl.constexpr(-MAX_QUERY_ROWS)
 """Least value of the position of a query row minus the first token of its work item.
@@ -279,7 +282,8 @@ def prefill_kernel(
     mask,  # uint8 [mask_bytes] or None
     out,  # [rows, NUM_HEADS, DIM_VO]
     lse,  # float32 [rows, NUM_HEADS] or [0]
-    partial,  # float32 [slots, TILE_ROWS, NUM_HEADS, DIM_VO], then the LSE without DIM_VO; None without a plan
+    partial,  # float32 [slots, TILE_ROWS, NUM_HEADS, DIM_VO], then the LSE without DIM_VO. Without a plan the query
+    # rows of a request take the place of TILE_ROWS, or it is None if no keys are split
     qo_indptr,  # [max_batch + 1]; this and those below are None without a plan, when requests have equal lengths
     kv_indices,  # [max_pages]
     kv_len,  # [max_batch]
@@ -368,16 +372,27 @@ def prefill_kernel(
             store_packed_rows(out, lse, zeros, no_keys, at, unused, d_vo, SHAPE.DIM_VO, FEATURES.LSE)
             return
         row_in_request = row - tl.load(qo_indptr + request) + tile_row
+        slot_rows, slot_row = TILE_ROWS, tile_row
     else:
-        qo_len, request_keys, tiles = rows // max_batch, num_pages // max_batch, num_items // max_batch
+        qo_len, request_keys, num_splits = rows // max_batch, num_pages // max_batch, tl.maximum(slots // max_batch, 1)
+        splits = max_batch * num_splits
+        tiles = num_items // splits
         if FEATURES.CAUSAL or FEATURES.RIGHT:  # the last tiles of all requests first: they see the most keys
-            request, offset = item % max_batch, (tiles - 1 - item // max_batch) * TILE_ROWS
+            split, offset = item % splits, (tiles - 1 - item // splits) * TILE_ROWS
         else:
-            request, offset = item // tiles, item % tiles * TILE_ROWS
+            split, offset = item // tiles, item % tiles * TILE_ROWS
+        request = split // num_splits
         row, page_start, position = request * qo_len + offset, request * request_keys, request_keys - qo_len + offset
         begin, end, slot = 0, request_keys, -1
+        if partial is not None:
+            if FEATURES.WINDOW:
+                begin = tl.maximum(request_keys - qo_len - window_left, 0)
+            split_keys = tl.cdiv(request_keys - begin, num_splits * SPLIT_BLOCK) * SPLIT_BLOCK
+            begin += split % num_splits * split_keys
+            end, slot = begin + tl.minimum(end - begin, split_keys), tl.where(slots > 0, split, -1)
         count = tl.minimum(qo_len - offset, TILE_ROWS)
         row_in_request = offset + tile_row
+        slot_rows, slot_row = qo_len, row_in_request
     exists = (tile_row < count) & within(row + tile_row, rows)
     first_row = first_packed_row // SHAPE.GROUP
     last_row = tl.minimum((first_packed_row + BLOCK_M - 1) // SHAPE.GROUP, count - 1)
@@ -470,10 +485,10 @@ def prefill_kernel(
                 kv_indices, page_start, first + BLOCK_N, max_pages, num_pages, SHAPE, FEATURES.PAGED, TILE
             )
 
-    if PLANNED:  # noqa: SIM102  compiled out if there is no slot
+    if partial is not None:  # noqa: SIM102  compiled out if there is no slot
         if slot >= 0:
-            at = (slot.to(tl.int64) * TILE_ROWS + tile_row) * NUM_HEADS + head
-            partial_lse = partial + tl.cast(slots, tl.int64) * (TILE_ROWS * NUM_HEADS * SHAPE.DIM_VO)
+            at = (slot.to(tl.int64) * slot_rows + slot_row) * NUM_HEADS + head
+            partial_lse = partial + tl.cast(slots, tl.int64) * slot_rows * (NUM_HEADS * SHAPE.DIM_VO)
             result, sums = acc * (inverse(row_sum) * value_scale)[:, None], log_sum_exp(row_max, row_sum)
             store_packed_rows(partial, partial_lse, result, sums, at, exists & (slot < slots), d_vo, SHAPE.DIM_VO, True)
             return
@@ -489,7 +504,7 @@ def launch_tiles(
     x: Operands,
     out: Tensor,
     lse: Tensor,
-    plan: PrefillPlan | None,
+    batch: Batch,
     workspace: Tensor | None,
     tile_rows: int,
     num_items: int,
@@ -498,6 +513,7 @@ def launch_tiles(
     """Launch the general kernel (:data:`.prefill_call.LaunchTiles`)."""
     num_heads, num_kv_heads, dim_a, dim_b, dim_vo = *x.heads, *x.dims
     group = num_heads // num_kv_heads
+    plan = batch if isinstance(batch, PrefillPlan) else None
     problem = None if plan is None else PlanProblem.of(plan.problem)
     paged = plan is not None and bool(plan.kv_indices.shape[0] > 0)
     page_size = problem.page_size if problem is not None and paged else 0
@@ -527,7 +543,7 @@ def launch_tiles(
         lse=lse,
         partial=workspace,
         kv_len=None if plan is None else plan.kv_len,
-        **plan_arguments(plan, x.batch_size),
+        **plan_arguments(batch),
         scale=softmax_scale(o.sm_scale, dim_a + dim_b),
         cap=o.logits_soft_cap,
         window_left=o.window_left,

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import triton
+import torch
 from attn_ops.kernels.reference.cache_views import block_pages
-from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
+from attn_ops.kernels.triton.combine_prefill import combine_split_requests, combine_split_tiles
 from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
 from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions, KVDims
-from attn_ops.plan.sizing import default_tile_rows, is_large_batch
+from attn_ops.plan.equal_requests import EqualRequests, divide
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
-from attn_ops.symbolic_sizes import has_static_value
+from attn_ops.symbolic_sizes import statically_known_true
 
 
 class Operands(NamedTuple):
@@ -34,7 +34,6 @@ class Operands(NamedTuple):
     k_strides    of pages (0 without pages), tokens, heads; ``v_strides`` likewise
     kv_rows      tokens of ragged KV, 0 for paged KV
     shared       multi-head latent attention: ``k`` is part A of the keys and the values, ``v`` is part B of the keys
-    batch_size   without a plan: requests, of equal lengths
     """
 
     q: Tensor
@@ -47,42 +46,61 @@ class Operands(NamedTuple):
     v_strides: tuple[int, int, int]
     kv_rows: int
     shared: bool = False
-    batch_size: int = 1
 
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Columns of a key and of a value."""
+        return sum(self.dims[:2]), self.dims[2]
+
+
+Batch = PrefillPlan | EqualRequests
+"""How the requests of a call are divided into work items: a plan, or requests of equal lengths."""
 
 LaunchTiles = Callable[
-    [Operands, Tensor, Tensor, PrefillPlan | None, Tensor | None, int, int, AttentionOptions],
+    [Operands, Tensor, Tensor, Batch, Tensor | None, int, int, AttentionOptions],
     None,
 ]
-"""``(operands, out, lse, plan, workspace, tile_rows, num_items, options)``: launches a kernel on ``num_items`` items.
+"""``(operands, out, lse, batch, workspace, tile_rows, num_items, options)``: launches a kernel on ``num_items`` items.
 
 A tile that is one item goes to ``out`` and, unless it has no elements, ``lse``; the partial results of a tile that is
-split go to ``workspace``. Without a plan the requests have equal lengths.
+split go to ``workspace``.
 """
 
 
 def attend(
     launch_tiles: LaunchTiles,
     x: Operands,
-    plan: PrefillPlan | None,
-    workspace: Tensor | None,
+    plan: PrefillPlan,
+    workspace: Tensor,
     return_lse: bool,
     o: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Launch a kernel on the tiles of a call, then combine the tiles that the plan splits. Returns ``(out, lse)``."""
+    """Launch a kernel on the tiles of a plan, then combine the tiles that it splits. Returns ``(out, lse)``."""
     out, lse = allocate(x.q, x.k, x.k if x.shared else x.v, return_lse=return_lse, out_dtype=o.out_dtype)
-    rows = x.q.shape[0]
-    if plan is None:
-        dims, of_request = (sum(x.dims[:2]), x.dims[2]), rows // x.batch_size
-        large = is_large_batch(*x.heads, dims, x.batch_size, rows, x.q.device)
-        few = of_request if has_static_value(of_request) else None  # symbolic rows choose no tile
-        tile_rows = default_tile_rows(x.q.device, *x.heads, dims, few, large_batch=large)
-        num_items = x.batch_size * triton.cdiv(of_request, tile_rows)
-    else:
-        tile_rows, num_items = PlanProblem.of(plan.problem).tile_rows, max_work_items(plan, rows)
+    tile_rows, num_items = PlanProblem.of(plan.problem).tile_rows, max_work_items(plan, x.q.shape[0])
     launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
-    if plan is not None and workspace is not None and num_partials(plan):
+    if num_partials(plan):
         combine_split_tiles(out, lse, workspace, o.sinks, plan)
+    return out, lse
+
+
+def attend_requests(
+    launch_tiles: LaunchTiles, x: Operands, batch_size: int, return_lse: bool, o: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """As :func:`attend`, for requests of equal lengths without a plan."""
+    out, lse = allocate(x.q, x.k, x.v, return_lse=return_lse, out_dtype=o.out_dtype)
+    rows, keys = x.q.shape[0] // batch_size, x.kv_rows // batch_size
+    windows = {"window_left": o.window_left, "window_right": o.window_right}
+    causal = o.causal and o.mask is None
+    batch = divide(x.q.device, x.heads, x.head_dims, batch_size, rows, keys, causal=causal, **windows)
+    split = not statically_known_true(batch.splits == 1)
+    workspace = None
+    if split:
+        elements = batch.num_slots * rows * x.heads[0] * (x.head_dims[1] + 1)
+        workspace = x.q.new_empty(elements, dtype=torch.float32)
+    launch_tiles(x, out, lse, batch, workspace, batch.tile_rows, batch.num_tiles, o)
+    if workspace is not None:
+        combine_split_requests(out, lse, workspace, o.sinks, batch)
     return out, lse
 
 
@@ -106,11 +124,12 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, page: int | None, kv: KVDims) -> 
     return Operands(q, q, k, v, dims, heads, k_strides, v_strides, k.shape[kv.token] if page is None else 0)
 
 
-def plan_arguments(plan: PrefillPlan | None, batch_size: int = 1) -> dict[str, Any]:
-    """Kernel arguments from the plan. Without a plan the tensors are None, and all requests have equal lengths."""
-    if plan is None:
+def plan_arguments(batch: Batch) -> dict[str, Any]:
+    """Kernel arguments from the plan. Without a plan the tensors are None."""
+    if isinstance(batch, EqualRequests):
         tensors: dict[str, Tensor | None] = dict.fromkeys(("qo_indptr", "kv_indices", "work"))
-        return tensors | {"max_pages": 0, "max_items": 0, "max_batch": batch_size, "slots": 0}
+        return tensors | {"max_pages": 0, "max_items": 0, "max_batch": batch.batch_size, "slots": batch.num_slots}
+    plan = batch
     return {
         "qo_indptr": plan.qo_indptr,
         "kv_indices": plan.kv_indices,
@@ -179,7 +198,7 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        x = _dense(q, k, v, kv_layout)._replace(batch_size=batch_size)
-        return attend(launch_tiles, x, None, None, return_lse, AttentionOptions(**options))
+        x = _dense(q, k, v, kv_layout)
+        return attend_requests(launch_tiles, x, batch_size, return_lse, AttentionOptions(**options))
 
     return batch_prefill, ragged_prefill, single_prefill, block_sparse_prefill

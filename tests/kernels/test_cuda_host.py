@@ -27,6 +27,7 @@ from helpers.hostile_plans import random_plan
 from helpers.masks import pack, truncated
 
 from attn_ops.ops.cuda_kernels import padded_prefill_head_dims
+from attn_ops.plan import equal_requests
 from attn_ops.plan.state import WORK_FIELDS, PrefillPlan
 
 merges = importlib.import_module("attn_ops.kernels.cuda.merge_states")
@@ -390,6 +391,32 @@ def test_requests_of_equal_lengths(case: Case) -> None:
     setup = Setup("ragged", case)
     with Host(sms=2).installed():
         setup.check(*prefill.single_prefill(**setup.unplanned_arguments), **setup.tolerance("cuda"))
+
+
+SPLIT_EQUAL: dict[str, Any] = {"qo_lens": (5,) * 2, "kv_lens": (700,) * 2, "heads": (4, 2)}
+SPLIT_EQUAL_LENGTHS = [
+    _case("causal, sinks", **F16_64 | SPLIT_EQUAL, causal=True, sinks=1.0),
+    _case("window", **SPLIT_EQUAL, window_left=300, window_right=2),
+    _case("mask", **F16_64 | SPLIT_EQUAL, masked=0.5),
+    _case("RoPE, several blocks", **F16_64 | SPLIT_EQUAL | {"qo_lens": (70,) * 2}, pos_encoding="ROPE_LLAMA"),
+    _case("ALiBi", **F16_64 | SPLIT_EQUAL, causal=True, pos_encoding="ALIBI"),
+    _case("one row", **SPLIT_EQUAL | {"qo_lens": (1,), "kv_lens": (1000,)}),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT_EQUAL_LENGTHS, ids=[case.name for case in SPLIT_EQUAL_LENGTHS])
+def test_split_requests_of_equal_lengths(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal_requests, "fastest_splits", lambda *_: 3)
+    setup, launched = Setup("ragged", case), []
+
+    def launch(*args: Any, **arguments: Any) -> None:
+        launched.append((arguments["request_splits"], arguments["slots"]))
+        host.launch(*args, **arguments)
+
+    with Host(sms=2).installed() as host:
+        monkeypatch.setattr(prefill, "launch", launch)
+        setup.check(*prefill.single_prefill(**setup.unplanned_arguments), **setup.tolerance("cuda"))
+    assert launched == [(3, 3 * len(case.kv_lens))]
 
 
 def test_the_counter_of_units_is_0_again_and_one_that_was_not_heals() -> None:

@@ -10,10 +10,10 @@ from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.call import AttentionCall
-from attn_ops.frontend.call_plans import RaggedLengths, splits_pay
+from attn_ops.frontend.call_plans import RaggedLengths
 from attn_ops.frontend.flash.arguments import Descales
 from attn_ops.frontend.flash.chunks import ragged_chunks
-from attn_ops.frontend.one_shot import unplanned_call
+from attn_ops.frontend.one_shot import dense_call
 from attn_ops.frontend.outputs import OutputSpec, dtype_without_scale
 from attn_ops.frontend.plan_spec import ragged_spec
 from attn_ops.frontend.shared_plans import Scheduled, shared
@@ -114,7 +114,7 @@ def dense_attention(
     qv: Tensor | None = None,
     chunk: int = 0,
 ) -> AttentionCall:
-    """``q [batch, seqlen_q, ...]`` over ``k, v [batch, seqlen_k, ...]``: without a plan, unless keys are split."""
+    """``q [batch, seqlen_q, ...]`` over ``k, v [batch, seqlen_k, ...]``: without a plan, unless there are chunks."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         ranked(where, name, t, DENSE)
     batch, q_len, kv_len, device = q.shape[0], q.shape[1], k.shape[1], q.device
@@ -133,10 +133,10 @@ def dense_attention(
     rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     views = tuple(zip(rows, (q, k, v), strict=True))
     scales = descales.of_rows(where, rows[0], k, batch)
-    spec = ragged_spec(q, k, v, options)
-    if not chunk and not splits_pay(spec, batch, q_len, kv_len, device):
+    if not chunk:
         size = 1 if any_zero(batch) else batch
-        return unplanned_call(where, rows, options, output, scales, batch_size=size)._replace(views=views)
+        return dense_call(where, rows, options, output, scales, batch_size=size)._replace(views=views)
+    spec = ragged_spec(q, k, v, options)
 
     def make() -> DecodePlan | PrefillPlan:
         qo_indptr = uniform_indptr(batch, q_len, device)

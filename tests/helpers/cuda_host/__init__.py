@@ -18,6 +18,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import math
 import re
 import shutil
 import struct
@@ -370,6 +371,7 @@ class Host:
                 patch.setattr(importlib.import_module(module), "num_sms", lambda device: self.sms)
             for module in (prefill_call, f"{cuda}.mla"):
                 patch.setattr(importlib.import_module(module), "combine_split_tiles", combine_split_tiles)
+            patch.setattr(importlib.import_module(prefill_call), "combine_split_requests", combine_split_requests)
             patch.setattr(importlib.import_module(f"{cuda}.decode"), "combine_split_rows", combine_split_rows)
             yield self
 
@@ -400,6 +402,17 @@ def combine_split_tiles(
         rows = min(rows, problem.tile_rows, out.shape[0] - row)
         v, s = (t[first : first + splits, :rows].transpose(0, 1) for t in (partial, sums))
         _store_merged(v, s, sinks, out, lse, row)
+
+
+def combine_split_requests(out: Tensor, lse: Tensor, workspace: Tensor, sinks: Tensor | None, requests: Any) -> None:
+    """The output of requests of equal lengths that are split, by the definition of a merge."""
+    heads, dim = out.shape[1:]
+    sizes = requests.batch_size, requests.splits, requests.rows, heads
+    values = math.prod(sizes) * dim
+    partial, sums = workspace[:values].view(*sizes, dim), workspace[values:].view(sizes)
+    for request in range(requests.batch_size):
+        v, s = (t[request].transpose(0, 1) for t in (partial, sums))
+        _store_merged(v, s, sinks, out, lse, request * requests.rows)
 
 
 def combine_split_rows(
