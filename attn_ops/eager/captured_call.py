@@ -53,10 +53,14 @@ class Launch(NamedTuple):
 
 
 class CapturedCall(NamedTuple):
-    """The launches of a call of an op, and the tensors that it returned."""
+    """The launches of a call of an op, and the tensors that it returned.
+
+    scratch  tensors of the launches that the op allocated, with undefined contents
+    """
 
     launches: Sequence[Launch]
     outputs: tuple[Tensor, ...]
+    scratch: Sequence[Tensor] = ()
 
     def bind(
         self,
@@ -76,7 +80,7 @@ class CapturedCall(NamedTuple):
             unpack: return the first output instead of a tuple of all.
             destinations: for each output the argument that it is written to, or None to allocate it.
             shape: shape of the first output, if it differs from the op's.
-            scratch: tensors of the launches that each call allocates.
+            scratch: tensors of the launches that each call allocates, in addition to those of the op.
             views: pairs ``(view, base)``: tensors of the launches that begin where the argument ``base`` does.
         """
         device = torch.cuda.current_device()
@@ -92,6 +96,7 @@ class CapturedCall(NamedTuple):
         if not all(t is None or (i is not None and _is_output_like(t, output)) for t, i, output in fits):
             return None
         used = {id(t): t for x in self.launches for t in x.tensors}
+        scratch = (*scratch, *self.scratch)
         memory = [t for t in scratch if id(t) in used and t.numel()]
         for t in (*self.outputs, *memory):
             used.pop(id(t), None)

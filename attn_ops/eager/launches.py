@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_ops.eager.captured_call import CapturedCall, Launch, outputs_of
 
@@ -20,6 +21,9 @@ class _Captured(threading.local):
     launches: list[Launch | None] | None = None
     """The launches of the call that this thread captures, if any; None for a launch that cannot be replayed."""
 
+    scratch: Sequence[Tensor] = ()
+    """The tensors of :func:`scratch` in that call."""
+
 
 _captured = _Captured()
 
@@ -28,6 +32,13 @@ def record(launch: Launch | None) -> None:
     """Add a launch to the call that is being captured, if any. None stands for a launch that cannot be replayed."""
     if _captured.launches is not None:
         _captured.launches.append(launch)
+
+
+def scratch(t: Tensor) -> Tensor:
+    """``t``, which a call has allocated for its launches, with undefined contents. A captured call allocates it too."""
+    if _captured.launches is not None:
+        _captured.scratch = (*_captured.scratch, t)
+    return t
 
 
 def run(launch: Launch, device: int) -> None:
@@ -43,12 +54,14 @@ def capture_launches(function: Any, args: Sequence[Any], kwargs: dict[str, Any])
     The captured call is None if there was no launch, or one that cannot be replayed.
     """
     captured: list[Launch | None] = []
-    outer, _captured.launches = _captured.launches, captured
+    outer = _captured.launches, _captured.scratch
+    _captured.launches, _captured.scratch = captured, ()
     try:
         result = function(*args, **kwargs)
+        allocated = _captured.scratch
     finally:
-        _captured.launches = outer
+        _captured.launches, _captured.scratch = outer
     launches = [x for x in captured if x is not None]
     if not launches or len(launches) != len(captured):
         return result, None
-    return result, CapturedCall([x for x in launches if all(x.integers[:3])], outputs_of(result))
+    return result, CapturedCall([x for x in launches if all(x.integers[:3])], outputs_of(result), allocated)

@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 
 from attn_ops.eager import bound_call
 from attn_ops.eager.bounded_cache import BoundedCache
-from attn_ops.eager.captured_call import _C, CapturedCall, Launch, index_of, is_available, outputs_of
+from attn_ops.eager.captured_call import _C, CapturedCall, index_of, is_available, outputs_of
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, call_cache
 from attn_ops.eager.op_call import Executable, Lookup, OpCall, flatten_tensors, has_gradients
@@ -75,13 +75,15 @@ def first_call(op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence
         return op_call.execute(), None
     if op_call.before:  # these calls may write to tensors that this call reads, so it is checked first
         OP_CACHES[op_call.op].check(op_call.args, converted[-1] or {})
-    launches: list[Launch] | None = []
+    captures: list[Any] = []
     for call, kwargs in zip(calls, converted, strict=True):
         outputs, captured = OP_CACHES[call.op].first_call(call.args, kwargs or {})
-        launches = None if captured is None or launches is None else [*launches, *captured.launches]
+        captures.append(captured)
     prepared_call = None
-    if launches is not None:
-        prepared_call = CapturedCall(launches, outputs_of(outputs)).bind(
+    if None not in captures:
+        launches = [x for one in captures for x in one.launches]
+        scratch = [t for one in captures for t in one.scratch]
+        prepared_call = CapturedCall(launches, outputs_of(outputs), scratch).bind(
             arguments if lookup is None else (*arguments, *lookup.found),
             constants,
             op_call.unpack,

@@ -296,9 +296,9 @@ def splits_per_head(device: torch.device, problem: PlanProblem, tiles: int | Non
     """
     if device.type != "cuda" or problem.short_kv:
         return 0
-    ctas, sms = resident_ctas(device, problem), hopper_sms(device)
-    if tiles is not None and sms:
-        ctas //= cluster_splits(sms, problem, tiles, decide)
+    ctas, gpu = resident_ctas(device, problem), properties(device)
+    if tiles is not None and gpu.major == HOPPER:
+        ctas //= cluster_splits(gpu.multi_processor_count, problem, tiles, decide)
     return _default_splits(problem, ctas // (problem.num_kv_heads * ctas_of_tile(problem)))
 
 

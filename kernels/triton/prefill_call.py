@@ -17,6 +17,7 @@ from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
 from torch import Tensor
 
+from attn_ops.eager.launches import scratch
 from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions, KVDims
 from attn_ops.plan.equal_requests import EqualRequests, divide
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials
@@ -90,17 +91,24 @@ def attend_requests(
     """As :func:`attend`, for requests of equal lengths without a plan."""
     out, lse = allocate(x.q, x.k, x.v, return_lse=return_lse, out_dtype=o.out_dtype)
     rows, keys = x.q.shape[0] // batch_size, x.kv_rows // batch_size
-    windows = {"window_left": o.window_left, "window_right": o.window_right}
-    causal = o.causal and o.mask is None
-    batch = divide(x.q.device, x.heads, x.head_dims, batch_size, rows, keys, causal=causal, **windows)
-    split = not statically_known_true(batch.splits == 1)
-    workspace = None
-    if split:
-        elements = batch.num_slots * rows * x.heads[0] * (x.head_dims[1] + 1)
-        workspace = x.q.new_empty(elements, dtype=torch.float32)
+    batch = divide(
+        x.q.device,
+        x.heads,
+        x.head_dims,
+        batch_size,
+        rows,
+        keys,
+        causal=o.causal and o.mask is None,
+        window_left=o.window_left,
+        window_right=o.window_right,
+    )
+    if statically_known_true(batch.splits == 1):
+        launch_tiles(x, out, lse, batch, None, batch.tile_rows, batch.num_tiles, o)
+        return out, lse
+    elements = batch.num_slots * rows * x.heads[0] * (x.head_dims[1] + 1)
+    workspace = scratch(x.q.new_empty(elements, dtype=torch.float32))
     launch_tiles(x, out, lse, batch, workspace, batch.tile_rows, batch.num_tiles, o)
-    if workspace is not None:
-        combine_split_requests(out, lse, workspace, o.sinks, batch)
+    combine_split_requests(out, lse, workspace, o.sinks, batch)
     return out, lse
 
 

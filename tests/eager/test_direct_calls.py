@@ -11,7 +11,7 @@ from helpers import fake_driver as f
 from helpers.fake_driver import FakeDriver
 from torch import Tensor
 
-from attn_ops.eager import captured_call, op_cache, op_call
+from attn_ops.eager import captured_call, launches, op_cache, op_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
 from attn_ops.eager.op_cache import OpCache
 from attn_ops.eager.op_call import Lookup, OpCall
@@ -48,6 +48,17 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Any:
         return made
 
     return make
+
+
+def allocating(image: Any) -> Any:
+    """A first call of ``merge_state`` that launches a kernel on memory which it allocates, and on its output."""
+
+    def function(*tensors: Tensor) -> Any:
+        result = torch.ops.attn.merge_state(*tensors)
+        launches.record(f.launched(image, launches.scratch(torch.empty(3, 5)), result[0]))
+        return result
+
+    return lambda args, kwargs: launches.capture_launches(function, args, kwargs)
 
 
 def states(rows: int = 4) -> list[Tensor]:
@@ -128,6 +139,19 @@ def test_a_function_is_replayed_on_other_tensors(op: Any, fake_driver: FakeDrive
     assert function.calls == 1
 
 
+def test_memory_that_an_op_allocates_is_new_in_every_call(op: Any, fake_driver: FakeDriver) -> None:
+    made = op()
+    made.cache.first_call = allocating(made.image)
+    function, held = prepared_function(lambda *args: OpCall("merge_state", args, {}, lambda out, lse: out)), []
+    for _ in range(3):
+        given = states()
+        held.append([*given, function(*given)])
+    assert fake_driver.get("launches") == 2
+    memory, out = fake_driver.addresses()
+    assert out == held[-1][-1].data_ptr()
+    assert memory not in [t.data_ptr() for tensors in held for t in tensors]
+
+
 def test_scratch_memory_is_new_in_every_call(op: Any, fake_driver: FakeDriver) -> None:
     op(2, 4)
 
@@ -157,10 +181,10 @@ def test_views_of_tensors_in_one_storage_are_located(op: Any, fake_driver: FakeD
         return OpCall("merge_state", (a, s, b, s), {}, views=((a, v), (b, w)))
 
     function = prepared_function(call)
-    for launches in (0, 1):
+    for expected in (0, 1):
         v, w = torch.zeros(2, 2, 2, 2, 8).unbind()
         function(v, torch.zeros(4, 2), w)
-        assert fake_driver.get("launches") == launches
+        assert fake_driver.get("expected") == launches
     assert fake_driver.addresses() == [v.data_ptr(), w.data_ptr()]
 
 
