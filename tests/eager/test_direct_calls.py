@@ -184,7 +184,7 @@ def test_views_of_tensors_in_one_storage_are_located(op: Any, fake_driver: FakeD
     for expected in (0, 1):
         v, w = torch.zeros(2, 2, 2, 2, 8).unbind()
         function(v, torch.zeros(4, 2), w)
-        assert fake_driver.get("expected") == launches
+        assert fake_driver.get("launches") == expected
     assert fake_driver.addresses() == [v.data_ptr(), w.data_ptr()]
 
 
