@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+import attn_ops.flash_attn
 from benchmarks import report
 from benchmarks.comparison import MAX_RELATIVE_ERROR, METHOD, Comparison, Prepare, add_peers, add_rows
 from benchmarks.decode import MAX_FP8_ERROR
-from benchmarks.prefill_peers import PREFILL_PEERS, contiguous
+from benchmarks.prefill_peers import DENSE_PEERS, PREFILL_PEERS, contiguous, dense
 from benchmarks.prefill_problem import PrefillProblem
-from benchmarks.prefill_rows import PREFILL_FP8_ROWS, PREFILL_ROWS, PrefillRow
+from benchmarks.prefill_rows import PREFILL_DENSE_ROWS, PREFILL_FP8_ROWS, PREFILL_ROWS, PrefillRow
 from benchmarks.timing import Call
 
 NOTE = (
@@ -32,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     add_rows(parser)
     report.add_output(parser)
-    parser.add_argument("--fp8", action="store_true", help="the rows with FP8 keys and values, on two backends")
-    parser.add_argument("--name", help="name of the result files; default: prefill, or prefill_fp8")
+    selection = parser.add_mutually_exclusive_group()
+    selection.add_argument("--fp8", action="store_true", help="the rows with FP8 keys and values, on two backends")
+    selection.add_argument("--dense", action="store_true", help="flash_attn_func on requests of equal lengths")
+    parser.add_argument("--name", help="name of the result files; default: prefill, prefill_fp8 or prefill_dense")
     add_peers(parser)
 
 
@@ -64,7 +67,14 @@ def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
     )[0]
 
 
+def _dense(p: PrefillProblem) -> Call:
+    copies = [tuple(t.transpose(1, 2) for t in tensors) for tensors in dense(p)]
+    return lambda i: attn_ops.flash_attn.flash_attn_func(*copies[i], causal=p.row.causal).flatten(0, 1)
+
+
 OURS: dict[str, Callable[..., Call]] = {"paged": _paged, "ragged": contiguous(_ragged)}
+
+OURS_DENSE: dict[str, Prepare] = {"flash_attn_func": _dense}
 
 OURS_BY_BACKEND: dict[str, Prepare] = {
     f"{backend} {name}": functools.partial(prepare, backend=backend)
@@ -94,6 +104,12 @@ def _measure(row: PrefillRow, comparison: Comparison) -> report.Row:
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
     """Measure and save the rows."""
-    rows, ours = (PREFILL_FP8_ROWS, OURS_BY_BACKEND) if args.fp8 else (PREFILL_ROWS, OURS)
-    name, libraries = args.name or ("prefill_fp8" if args.fp8 else "prefill"), ["flash_attn"]
-    report.compare(args, name, NOTE, rows, ours, PREFILL_PEERS, _measure, higher_is_better=True, libraries=libraries)
+    name, rows, ours = "prefill", PREFILL_ROWS, OURS
+    if args.fp8:
+        name, rows, ours = "prefill_fp8", PREFILL_FP8_ROWS, OURS_BY_BACKEND
+    if args.dense:
+        name, rows, ours = "prefill_dense", PREFILL_DENSE_ROWS, OURS_DENSE
+    peers = DENSE_PEERS if args.dense else PREFILL_PEERS
+    report.compare(
+        args, args.name or name, NOTE, rows, ours, peers, _measure, higher_is_better=True, libraries=["flash_attn"]
+    )

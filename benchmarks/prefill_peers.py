@@ -18,7 +18,7 @@ from benchmarks.prefill_rows import PrefillRow
 from benchmarks.timing import Call
 
 
-def _dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
+def dense(problem: PrefillProblem) -> list[tuple[Tensor, Tensor, Tensor]]:
     copies = [problem.dense(i) for i in range(problem.copies)]
     if copies[0] is None:
         raise NotMeasuredError("a dense batch needs requests of one length")
@@ -54,9 +54,9 @@ def sdpa(backend: SDPBackend) -> Prepare:
     """``scaled_dot_product_attention`` on a dense batch. Its causal mask needs as many query rows as keys."""
 
     def prepare(problem: PrefillProblem) -> Call:
-        copies, row = _dense(problem), problem.row
+        copies, row = dense(problem), problem.row
         _refuse_options(row)
-        if row.qo_lens != row.kv_lens:
+        if row.causal and row.qo_lens != row.kv_lens:
             raise NotMeasuredError("its causal mask needs as many query rows as keys")
 
         def call(copy: int) -> Tensor:
@@ -75,7 +75,7 @@ def flex(problem: PrefillProblem) -> Call:
     """FlexAttention on a dense batch, compiled for its shape, with a block mask made in advance."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    copies = _dense(problem)
+    copies = dense(problem)
     _refuse_options(problem.row)
     rows, keys = problem.row.equal_lengths or (0, 0)
 
@@ -240,6 +240,19 @@ def flashinfer_xqa(problem: PrefillProblem) -> Call:
     return lambda copy: call((problem.k_caches[copy], problem.v_caches[copy])).view(problem.q.shape)
 
 
+def flashinfer_single(problem: PrefillProblem) -> Call:
+    """``single_decode_with_kv_cache`` or ``single_prefill_with_kv_cache``, which need no plan."""
+    row, q = problem.row, problem.q
+    fi = flashinfer_with(row.head_dim, row.head_dim_vo)
+    _refuse_options(row)
+    if row.batch > 1:
+        raise NotMeasuredError("it takes one request")
+    keys, values = problem.keys, problem.values
+    if row.qo_lens == (1,):
+        return lambda copy: fi.single_decode_with_kv_cache(q[0], keys[copy], values[copy])[None]
+    return lambda copy: fi.single_prefill_with_kv_cache(q, keys[copy], values[copy], causal=row.causal)
+
+
 PREFILL_PEERS: dict[str, Prepare] = {
     "flashinfer fa3 paged": flashinfer_paged("fa3"),
     "flashinfer fa3 ragged": contiguous(flashinfer_ragged("fa3")),
@@ -253,3 +266,10 @@ PREFILL_PEERS: dict[str, Prepare] = {
     "varlen": contiguous(varlen),
     "flash_attn": contiguous(flash_attn_varlen),
 }
+
+DENSE_PEERS: dict[str, Prepare] = {
+    "flashinfer single": flashinfer_single,
+    **{name: PREFILL_PEERS[name] for name in ("flashinfer fa3 ragged", "flashinfer fa2 ragged")},
+    **{name: PREFILL_PEERS[name] for name in ("sdpa cudnn", "sdpa flash", "varlen", "flash_attn")},
+}
+"""FlashInfer's wrappers have a plan, whose time is not counted."""

@@ -166,6 +166,27 @@ PREFILL_ROWS: tuple[PrefillRow, ...] = (
 )
 
 
+PREFILL_DENSE_ROWS: tuple[PrefillRow, ...] = (
+    *(_prefill(1, 1, keys, None, causal=False) for keys in (512, 2048, 4096, 8192, 32768)),
+    _prefill(8, 1, 4096, None, causal=False),
+    _prefill(4, 1, 8192, None, causal=False),
+    _prefill(1, 1, 8192, None, causal=False, heads=(16, 1)),
+    _prefill(1, 1, 2048, None, causal=False, heads=(20, 20), dims=(64, 64)),
+    _prefill(1, 64, 4096, None),
+    _prefill(1, 256, 8192, None),
+    _prefill(1, 100, 1500, None, causal=False, heads=(28, 4)),
+    _prefill(2, 77, 2048, None, causal=False, heads=(20, 20), dims=(64, 64)),
+    _prefill(2, 4096, 77, None, causal=False, heads=(10, 10), dims=(64, 64)),
+    _prefill(2, 256, 256, None, causal=False, heads=(8, 8), dims=(160, 160)),
+    _prefill(32, 128, 128, None, causal=False, heads=(12, 12), dims=(64, 64)),
+    _prefill(64, 197, 197, None, causal=False, heads=(12, 12), dims=(64, 64)),
+    _prefill(2, 1024, 1024, None, causal=False, heads=(20, 20), dims=(64, 64)),
+    _prefill(4, 300, 300, None, heads=(28, 4)),
+    _prefill(8, 2048, 2048, None),
+)
+"""Requests of equal lengths, without a plan."""
+
+
 def _fp8(row: PrefillRow, query: bool = False) -> PrefillRow:
     return replace(row, name=f"{row.name}, fp8 {'query and ' * query}cache", goal=None, fp8=True, fp8_query=query)
 
