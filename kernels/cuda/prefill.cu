@@ -308,7 +308,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
     int64 stride_v_page, int64 stride_v_token, int64 stride_v_head,
 #else
     int box,                                  // tokens of a TMA box of keys or values
-    // Paged KV: what a page and a head add to the outermost index of the maps.
+#endif
+#if PAGED && !KV_CP_ASYNC
+    // What a page and a head add to the outermost index of the maps.
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
 #endif
 #if KV_FP8
@@ -334,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm) prefill(
 #if PAGED
   constexpr int kv_rows = 0;
 #else
-  constexpr int num_pages = 0, page_size = 1;
+  constexpr int num_pages = 0, page_size = 1, k_page_step = 0, k_head_step = 0, v_page_step = 0, v_head_step = 0;
 #endif
 #if KV_CP_ASYNC
   constexpr int box = 1;

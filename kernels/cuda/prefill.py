@@ -57,7 +57,7 @@ BFLOAT16_QUERIES = 2
 """A flag of the parameter ``kv_type``: ``kBFloat16Queries`` of the source."""
 
 KV_STEPS = ("k_page_step", "k_head_step", "v_page_step", "v_head_step")
-"""Parameters of keys and values that TMA loads: what a page and a head add to the outermost index of the maps."""
+"""Parameters of pages that TMA loads: what a page and a head add to the outermost index of the maps."""
 
 KV_STRIDES = tuple(f"stride_{tensor}_{of}" for tensor in ("k", "v") for of in ("page", "token", "head"))
 """Parameters of keys and values that cp.async copies by tokens: strides in elements."""
@@ -94,7 +94,8 @@ def _kernel(loads: str, custom_mask: bool, further: Mapping[str, str]) -> Kernel
         **dict.fromkeys(("max_pages", "max_items", "max_batch", "slots"), "i32"),
         **dict.fromkeys(("stride_q_row", "stride_q_head"), "i64"),
         **dict.fromkeys(("num_kv_heads", "group", *(() if loads == "ragged" else ("page_size",))), "i32"),
-        **(dict.fromkeys(KV_STRIDES, "i64") if by_tokens else dict.fromkeys(("box", *KV_STEPS), "i32")),
+        **(dict.fromkeys(KV_STRIDES, "i64") if by_tokens else {"box": "i32"}),
+        **dict.fromkeys(KV_STEPS if loads == "pages" else (), "i32"),
         **further,
         **dict.fromkeys(("tile_rows", "out_type"), "i32"),
     }
@@ -420,36 +421,29 @@ LIKE_OPERANDS = {dtype: torch.bfloat16 if dtype == E4M3 else dtype for dtype in 
 """Dtype of a :class:`PrefillKey` -> dtype of outputs of type ``kLikeOperands``."""
 
 
-def ragged_map(
-    t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, columns: Columns
-) -> tuple[TensorMap, int, int]:
-    """The map of ragged keys or values, and what a page (0) and a head (1) add to its outermost index.
-
-    Heads are the outermost dimension. A box has one block of columns.
-    """
+def ragged_map(t: Tensor, strides: Sequence[Any], heads: int, tokens: Any, box: int, columns: Columns) -> TensorMap:
+    """The map of ragged keys or values. Heads are the outermost dimension. A box has one block of columns."""
     _, token, head = strides
     shape, boxes = (heads, columns.blocks, tokens, columns.size), (1, 1, box, columns.box)
-    return TensorMap(t, shape, (head, columns.step, token, 1), boxes, columns.box * t.element_size()), 0, 1
+    return TensorMap(t, shape, (head, columns.step, token, 1), boxes, columns.box * t.element_size())
 
 
 def kv_arguments(x: Operands, loads: str, page_size: int, tile: Tile, padded: bool) -> dict[str, Any]:
     """The kernel arguments of keys and values, by the parameters' names."""
-    sizes = {"num_pages": x.k.shape[0], "page_size": page_size}
-    if loads == "ragged":
-        sizes = {"kv_rows": x.kv_rows}
+    pages, heads = {"num_pages": x.k.shape[0], "page_size": page_size}, x.heads[1]
     if loads == "tokens":
-        return {"k": x.k, "v": x.v, **sizes, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
-    paged = loads == "pages"
-    box = box_of_pages(page_size, tile.box) if paged else tile.box
-    (k, k_page_step, k_head_step), (v, v_page_step, v_head_step) = (
-        paged_map(t, strides, x.heads[1], page_size, box, columns, column_parts=parts)
-        if paged
-        else ragged_map(t, strides, x.heads[1], x.kv_rows, box, columns)
-        for t, strides, parts in ((x.k, x.k_strides, tile.key_parts), (x.v, x.v_strides, tile.unit_parts))
-        for columns in (Columns.of(t, tile.row_bytes, padded),)
+        return {"k": x.k, "v": x.v, **pages, **dict(zip(KV_STRIDES, (*x.k_strides, *x.v_strides), strict=True))}
+    k, v = ((t, s, Columns.of(t, tile.row_bytes, padded)) for t, s in ((x.k, x.k_strides), (x.v, x.v_strides)))
+    if loads == "ragged":
+        maps = (ragged_map(t, strides, heads, x.kv_rows, tile.box, columns) for t, strides, columns in (k, v))
+        return {**dict(zip(("k", "v"), maps, strict=True)), "box": tile.box, "kv_rows": x.kv_rows}
+    box = box_of_pages(page_size, tile.box)
+    (k_map, *k_steps), (v_map, *v_steps) = (
+        paged_map(t, strides, heads, page_size, box, columns, column_parts=parts)
+        for (t, strides, columns), parts in ((k, tile.key_parts), (v, tile.unit_parts))
     )
-    steps = dict(zip(KV_STEPS, (k_page_step, k_head_step, v_page_step, v_head_step), strict=True))
-    return {"k": k, "v": v, "box": box, **sizes, **steps}
+    steps = dict(zip(KV_STEPS, (*k_steps, *v_steps), strict=True))
+    return {"k": k_map, "v": v_map, "box": box, **pages, **steps}
 
 
 def fp8_arguments(x: Operands, kv_scale: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:

@@ -90,14 +90,22 @@ def compiled_parameters(one: Specialization) -> list[str]:
     return [name + array for name, array in types]
 
 
+def _holds(condition: str, macros: dict[str, int]) -> bool:
+    """Whether a condition on macros with ``||`` or ``&&`` between them holds; macros may be negated."""
+    parts = [
+        not macros.get(part[1:]) if part[0] == "!" else macros.get(part) for part in re.findall(r"!?\w+", condition)
+    ]
+    return all(parts) if "&&" in condition else any(parts)
+
+
 def declared_parameters(one: Specialization) -> dict[str, str]:
     """The names and kinds of the kernel's parameters in its source."""
     text = re.sub(r"//.*", "", sources(one)[0].decode())
     macros = dict(one.macros)
-    # Parameters of some specializations: `#if MACRO || MACRO`, those, `#else`, the others, if there are, `#endif`.
+    # Parameters of some specializations: `#if` a condition, those, `#else`, the others, if there are, `#endif`.
     text = re.sub(
-        r"#if (\w+(?: \|\| \w+)*)\n((?:(?!#).*\n)*)(?:#else\n((?:(?!#).*\n)*))?#endif\n",
-        lambda found: found[2] if any(map(macros.get, found[1].split(" || "))) else found[3] or "",
+        r"#if (.+)\n((?:(?!#).*\n)*)(?:#else\n((?:(?!#).*\n)*))?#endif\n",
+        lambda found: found[2] if _holds(found[1], macros) else found[3] or "",
         text,
     )
     found = re.search(rf"__global__[^;{{]*?\b{one.kernel.function}\((.*?)\)\s*{{", text, re.DOTALL)

@@ -129,13 +129,13 @@ def test_a_map_of_ragged_tokens_has_every_token(layout: str) -> None:
         "fused": _numbered(tokens, HEADS, 2 * DIM)[..., DIM:],
         "padded": _numbered(tokens, HEADS + 1, DIM + 16)[:, 1:, 8 : DIM + 8],
     }[layout]
-    one, page_step, head_step = prefill.ragged_map(t, (0, *t.stride()[:2]), HEADS, tokens, 64, Columns.of(t))
+    one = prefill.ragged_map(t, (0, *t.stride()[:2]), HEADS, tokens, 64, Columns.of(t))
     assert _is_valid(one)
     assert one.box == (1, 1, 64, 64)
-    assert (page_step, one.shape[2]) == (0, tokens)
+    assert one.shape[2] == tokens
     mapped = tensor_of_map(one)
     for head in range(HEADS):
-        assert torch.equal(mapped[head * head_step].permute(1, 0, 2).reshape(tokens, DIM), t[:, head])
+        assert torch.equal(mapped[head].permute(1, 0, 2).reshape(tokens, DIM), t[:, head])
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 64])
@@ -215,14 +215,14 @@ def test_boxes_of_padded_heads_begin_at_any_column(dim: int) -> None:
     cache, ragged = _numbered(PAGES, PAGE_SIZE, HEADS, dim), _numbered(77, HEADS, dim)
     columns = Columns.of(cache, padded=True)
     paged, page_step, head_step = prefill.paged_map(cache, cache.stride()[:3], HEADS, PAGE_SIZE, 24, columns)
-    of_tokens, _, of_head = prefill.ragged_map(ragged, (0, *ragged.stride()[:2]), HEADS, 77, 64, columns)
+    of_tokens = prefill.ragged_map(ragged, (0, *ragged.stride()[:2]), HEADS, 77, 64, columns)
     queries = prefill.query_map(_numbered(70, 8, dim), 4, padded=True)
     assert (paged.box, of_tokens.box, queries.box) == ((1, 3, 1, 8, 64), (1, 1, 64, 64), (1, 16, 4, 64))
     for one in (paged, of_tokens, queries):
         assert _is_valid(one)
         assert one.shape[-1] == dim
     for head in range(HEADS):
-        assert torch.equal(tensor_of_map(of_tokens)[head * of_head, 0], ragged[:, head])
+        assert torch.equal(tensor_of_map(of_tokens)[head, 0], ragged[:, head])
         for page in range(PAGES):
             of_page = tensor_of_map(paged)[page * page_step + head * head_step]  # groups, 1, 8 tokens, columns
             assert torch.equal(of_page.reshape(PAGE_SIZE, dim), cache[page, :, head])
