@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 from attn_ops import kernels, meta
 from attn_ops.native import package
 from attn_ops.ops import size_guards, tuning_table
+from attn_ops.ops.inductor_fixes import fix_lowerings
 from attn_ops.ops.repeated_plans import SHARED_OPS, Made, RepeatedPlans
 
 LOG = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Lowerings:
             return
         pending, self._pending = self._pending, {}
         try:
-            _fix_as_strided()
+            fix_lowerings()
             for op, (body, is_lowerable) in pending.items():
                 _register(op, body, is_lowerable)
         except (ImportError, AttributeError) as error:
@@ -80,27 +80,6 @@ class Lowerings:
         config = torch.compiler.config
         if sources_tag() not in config.cache_key_tag:
             config.cache_key_tag = f"{config.cache_key_tag}{sources_tag()}"
-
-
-def _fix_as_strided() -> None:
-    """Lower ``as_strided`` of a view from the view's first element. PyTorch before 2.13 begins at that of its base.
-
-    Caches with a page table for each KV head are such views (:mod:`attn_ops.frontend.head_tables`).
-    """
-    from torch._inductor import ir, lowering
-
-    original = lowering.as_strided
-    if "storage_offset_relative_to_input_storage" in inspect.signature(original).parameters:
-        return
-
-    def as_strided(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-        if storage_offset is None and isinstance(x, ir.TensorBox) and isinstance(x.data, ir.BaseView):
-            layout = x.maybe_get_layout()
-            storage_offset = None if layout is None else layout.offset
-        return original(x, size, stride, storage_offset)
-
-    # By its name: of a packet, only overloads that have no lowering yet are registered.
-    lowering.register_lowering(torch.ops.aten.as_strided.default, type_promotion_kind=None)(as_strided)
 
 
 def _register(op: torch._ops.OpOverload, body: Body, is_lowerable: Callable[..., bool]) -> None:
