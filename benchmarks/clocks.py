@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor
+
 from attn_ops.kernels.cuda import mla, prefill
 from attn_ops.kernels.cuda.compile import FOLDER
 from attn_ops.kernels.cuda.kernel import Specialization
-from torch import Tensor
-
 from benchmarks import report
 from benchmarks.comparison import release_memory
 from benchmarks.prefill import op_options

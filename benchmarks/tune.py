@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.triton.config_tuned import Entry, override_tile, problem_key
 
+from attn_ops.kernels.triton.config_tuned import Entry, override_tile, problem_key
 from attn_ops.ops import tuning_table
 from attn_ops.plan.sizing import general_ctas_per_head
 from benchmarks import decode, prefill, report

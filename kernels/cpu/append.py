@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from attn_ops.kernels import reference
 from attn_ops.kernels.reference.cache_views import as_nhd, bits
-from torch import Tensor
 
 MAX_ROWS = 256
 """Most rows whose places are read one by one."""

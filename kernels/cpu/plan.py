@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
-from attn_ops.kernels import reference
 from torch import Tensor
 
+from attn_ops.kernels import reference
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import INT32_MAX, LENGTH_BUCKETS, DecodePlan, PlanProblem, PrefillPlan
 

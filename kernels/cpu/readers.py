@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 
 import torch
-from attn_ops.kernels.cpu.schedule import KernelCall, Pages
-from attn_ops.kernels.reference.cache_views import bits
 from torch import Tensor
 
 from attn_ops.eager.captured_call import View
+from attn_ops.kernels.cpu.schedule import KernelCall, Pages
+from attn_ops.kernels.reference.cache_views import bits
 
 MIN_KEPT_BYTES, MAX_KEPT_BYTES = 1 << 17, 1 << 24
 """Bounds on the bytes that a thread keeps for gathered keys, and for gathered values."""

@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from attn_ops.eager.captured_call import _C, View
+from attn_ops.eager.checked_call import Bases
 from attn_ops.kernels import reference
 from attn_ops.kernels.cpu import schedule
 from attn_ops.kernels.cpu.readers import Reader
 from attn_ops.kernels.cpu.schedule import BatchSizes, KernelCall, KeyBounds, Steps
 from attn_ops.kernels.cpu.step import Inputs, Step
 from attn_ops.kernels.reference.cache_views import as_nhd
-from torch import Tensor
-
-from attn_ops.eager.captured_call import _C, View
-from attn_ops.eager.checked_call import Bases
 from attn_ops.ops.options import LOG2E, AttentionOptions, mla_scale, saturate, softmax_scale
 from attn_ops.plan.state import DecodePlan, PrefillPlan
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.cpu.readers import Reader, Take
-from attn_ops.kernels.cpu.schedule import KernelCall
-from attn_ops.kernels.reference.cache_views import bits
 from torch import Tensor
 
 from attn_ops.eager.captured_call import View
+from attn_ops.kernels.cpu.readers import Reader, Take
+from attn_ops.kernels.cpu.schedule import KernelCall
+from attn_ops.kernels.reference.cache_views import bits
 
 
 class Layout:

@@ -15,11 +15,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.kernels.cuda import disk_cache, nvrtc, prebuilt
 from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.kernels.cuda.nvrtc import CompilerError
-
-from attn_ops.eager.bounded_cache import BoundedCache
 
 LOG = logging.getLogger(__name__)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import (
@@ -22,8 +24,6 @@ from attn_ops.kernels.cuda.operands import (
 from attn_ops.kernels.triton.combine_decode import combine_split_rows
 from attn_ops.kernels.triton.launch import is_eager
 from attn_ops.meta.outputs import attention as allocate
-from torch import Tensor
-
 from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_HEAD_DIMS,
     CUDA_DECODE_PACKED_ROWS,

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attn_ops.kernels.cuda.compile import COMPUTE_CAPABILITY, CompilerError, cubin_of
-from attn_ops.kernels.cuda.kernel import Specialization, TensorMap
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -21,6 +19,8 @@ from attn_ops.eager import launches
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import Launch
 from attn_ops.gpu import ALIGNMENT, ALIGNMENT_MASK
+from attn_ops.kernels.cuda.compile import COMPUTE_CAPABILITY, CompilerError, cubin_of
+from attn_ops.kernels.cuda.kernel import Specialization, TensorMap
 from attn_ops.native.images import MAX_LOADED, Image, MapSpec, NoImageError, Parameter, collecting, load
 from attn_ops.native.launch_arguments import LaunchArguments, operands
 from attn_ops.native.packaged_launch import PackagedTensors, is_aligned

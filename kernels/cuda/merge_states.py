@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.meta.outputs import merge_state as allocate_merge_state
 from attn_ops.meta.outputs import merge_states as allocate_merge_states
-from torch import Tensor
-
 from attn_ops.ops.cuda_kernels import CUDA_MERGE_VECTORS, CUDA_VECTOR
 
 THREADS = CUDA_MERGE_VECTORS

@@ -6,6 +6,9 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from attn_ops.gpu import num_sms
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import COLUMNS, DTYPES, FP8_TYPES, OUT_TYPES, ROW_BYTES
@@ -13,9 +16,6 @@ from attn_ops.kernels.cuda.prefill import PACKED_ROWS
 from attn_ops.kernels.triton.combine_prefill import combine_split_tiles
 from attn_ops.kernels.triton.prefill_call import plan_arguments
 from attn_ops.meta.outputs import batch_mla as allocate
-from torch import Tensor
-
-from attn_ops.gpu import num_sms
 from attn_ops.ops.cuda_kernels import (
     CUDA_MLA_PAGE,
     MlaKey,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from attn_ops.kernels.cuda.kernel import TensorMap
 from torch import Tensor
 
+from attn_ops.kernels.cuda.kernel import TensorMap
 from attn_ops.native.images import NoImageError
 from attn_ops.ops.cuda_kernels import CUDA_PAGE
 from attn_ops.ops.options import AttentionOptions

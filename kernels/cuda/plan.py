@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.triton.plan_prefill import plan_prefill as plan_of_any_size
 from attn_ops.kernels.triton.plan_prefill import shared_arguments
 from attn_ops.kernels.triton.plan_steps import COPY_PAGES
-from torch import Tensor
-
 from attn_ops.ops.cuda_kernels import CUDA_PLANS
 from attn_ops.plan import state
 from attn_ops.plan.sizing import ctas_of_tile, planned_cluster_splits

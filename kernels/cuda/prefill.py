@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import (
@@ -21,8 +23,6 @@ from attn_ops.kernels.cuda.operands import (
     rope_arguments,
 )
 from attn_ops.kernels.triton.prefill_call import Batch, Operands, plan_arguments, prefill_ops
-from torch import Tensor
-
 from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_ALIBI_HEAD_DIMS,
     CUDA_PREFILL_FEW_ROWS_HEAD_DIMS,

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from attn_ops.kernels.reference.cache_views import as_nhd, bits, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
 from attn_ops.meta.outputs import attention as allocate
-from torch import Tensor
-
 from attn_ops.ops.options import LOG2E, AttentionOptions, saturate, softmax_scale
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from attn_ops.meta.outputs import block_sparse_table as allocate
 from torch import Tensor
 
+from attn_ops.meta.outputs import block_sparse_table as allocate
 from attn_ops.symbolic_sizes import any_zero
 
 

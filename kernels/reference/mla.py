@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attn_ops.kernels.reference.attention import prefill
-from attn_ops.kernels.reference.cache_views import bits
 from torch import Tensor
 
+from attn_ops.kernels.reference.attention import prefill
+from attn_ops.kernels.reference.cache_views import bits
 from attn_ops.ops.options import AttentionOptions, mla_scale
 from attn_ops.plan.state import PrefillPlan
 

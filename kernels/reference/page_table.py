@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from attn_ops.kernels.reference.cache_views import with_spare_row
 from torch import Tensor
 
+from attn_ops.kernels.reference.cache_views import with_spare_row
 from attn_ops.symbolic_sizes import any_zero
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.indexing import padded, within
-from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attn_ops.kernels.triton.indexing import padded, within
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.ops.options import PAGED_DIMS
 
 BLOCK_TOKENS = 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from attn_ops.kernels.triton.query_tiles import (
     BUCKETS,
     NOT_SPLIT,
@@ -16,7 +17,6 @@ from attn_ops.kernels.triton.query_tiles import (
     length_bucket,
     locate_tiles,
 )
-
 from attn_ops.plan import state
 
 CANDIDATES = tl.constexpr(state.SPLIT_CANDIDATES)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
-from attn_ops.kernels.triton.pdl import acquire
-from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, combine, exp2, inverse, log_sum_exp, saturate
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
+from attn_ops.kernels.triton.pdl import acquire
+from attn_ops.kernels.triton.softmax import LOG2E, LOWEST, add_sink, combine, exp2, inverse, log_sum_exp, saturate
 from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 
 SPLITS_FAST_PATH = 2

@@ -13,6 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import acquire
@@ -24,9 +27,6 @@ from attn_ops.kernels.triton.work_item import (
     SPLIT_TILE_SLOTS,
     SPLIT_TILE_STRIDE,
 )
-from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from attn_ops.plan.equal_requests import EqualRequests
 from attn_ops.plan.state import PlanProblem, PrefillPlan, num_partials
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 import triton
-from attn_ops.kernels.triton.launch import Options
 
 from attn_ops.gpu import num_sms, shared_memory
+from attn_ops.kernels.triton.launch import Options
 from attn_ops.plan.state import CTAS_PER_SM
 
 NUM_WARPS = 4

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 import triton
-from attn_ops.kernels.triton.launch import Options
 
 from attn_ops.gpu import compute_capability, shared_memory
+from attn_ops.kernels.triton.launch import Options
 from attn_ops.plan.sizing import CTA_PACKED_ROWS
 from attn_ops.plan.state import KV_BLOCK
 

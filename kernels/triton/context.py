@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.launch import constexpr_table
 
+from attn_ops.kernels.triton.launch import constexpr_table
 from attn_ops.plan.state import PlanProblem
 
 

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from attn_ops.kernels.triton.combine_decode import combine_slots, store_heads
 from attn_ops.kernels.triton.context import token_position, tokens_before
 from attn_ops.kernels.triton.fp8 import float16_scale, unpack
@@ -36,7 +38,6 @@ from attn_ops.kernels.triton.work_item import (
     WORK_SLOT,
     WORK_STRIDE,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK_ITEMS = tl.constexpr(32)
 """Work items that a program looks at in one step, before and after its mainloop."""

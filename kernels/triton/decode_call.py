@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import triton
+from torch import Tensor
+
 from attn_ops.kernels.triton.combine_decode import combine_split_rows
 from attn_ops.kernels.triton.config_decode import decode_tile, min_shared_for_even_spread, short_stages
 from attn_ops.kernels.triton.config_tuned import tuned
@@ -15,8 +17,6 @@ from attn_ops.kernels.triton.fp8 import readable_in_pairs
 from attn_ops.kernels.triton.launch import is_eager, launch
 from attn_ops.kernels.triton.pdl import read_plan_early
 from attn_ops.meta.outputs import attention as allocate
-from torch import Tensor
-
 from attn_ops.ops.options import PAGED_DIMS, AttentionOptions, softmax_scale
 from attn_ops.plan.state import DecodePlan, PlanProblem, num_slots
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import triton
-from attn_ops.kernels.triton.cubin import SCRATCH_PARAMETERS, parameter_layout
 from torch import Tensor
 from triton.runtime.jit import MockTensor
 
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.gpu import ALIGNMENT
+from attn_ops.kernels.triton.cubin import SCRATCH_PARAMETERS, parameter_layout
 from attn_ops.native.images import Image, ImageSet, NoImageError, Parameter
 from attn_ops.native.launch_arguments import LaunchArguments
 from attn_ops.native.packaged_launch import PackagedTensors, is_aligned

@@ -29,8 +29,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
-from attn_ops.kernels.triton import image
-from attn_ops.kernels.triton.cubin import Layout, parameter_layout
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from triton.runtime.jit import JITFunction
@@ -40,6 +38,8 @@ from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import Launch, is_available
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.gpu import ALIGNMENT, ALIGNMENT_MASK, compute_capability
+from attn_ops.kernels.triton import image
+from attn_ops.kernels.triton.cubin import Layout, parameter_layout
 from attn_ops.native.images import MAX_LOADED, collecting, load
 from attn_ops.native.launch_arguments import operands
 

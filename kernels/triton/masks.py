@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.context import tokens_before
 
+from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.plan.plan_checks import MAX_KV_TOKENS
 
 MAX_POSITION = tl.constexpr(MAX_KV_TOKENS)

@@ -21,12 +21,13 @@ import time
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from attn_ops.kernels.triton.indexing import padded
 from attn_ops.kernels.triton.launch import DEFAULT_OPTIONS, Options, launch, supports_pdl
 from attn_ops.kernels.triton.merge_states import merge_update, store_merged
 from attn_ops.kernels.triton.softmax import LOG2E, add_sink, empty_state
-from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PACKED_ROWS = 4
 """Packed rows that a CTA merges at a time. Few, since the time of a launch is that of its messages."""

@@ -12,13 +12,14 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from attn_ops.kernels.triton.indexing import padded
 from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.softmax import empty_state, inverse, log_sum_exp, rescale_factor
 from attn_ops.meta.outputs import merge_state as allocate_merge_state
 from attn_ops.meta.outputs import merge_states as allocate_merge_states
 from attn_ops.meta.outputs import merge_states_varlen as allocate_merge_states_varlen
-from torch import Tensor
 
 PACKED_ROWS = 16
 """Packed rows (a row and a head) that a program merges."""

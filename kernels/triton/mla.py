@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_ops.kernels.triton.prefill import launch_tiles
-from attn_ops.kernels.triton.prefill_call import Operands, attend
 from torch import Tensor
 
+from attn_ops.kernels.triton.prefill import launch_tiles
+from attn_ops.kernels.triton.prefill_call import Operands, attend
 from attn_ops.ops.options import AttentionOptions, mla_scale
 from attn_ops.plan.state import PrefillPlan
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.search import CHUNK, LOG_CHUNK, find_segment
 from attn_ops.meta.outputs import packbits as allocate_packbits
 from attn_ops.meta.outputs import segment_packbits as allocate_segment_packbits
-from torch import Tensor
 
 BYTES_PER_PROGRAM = 512
 """Bytes of the result that a program writes."""

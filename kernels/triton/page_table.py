@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.search import CHUNK, LOG_CHUNK, count_at_most, find_segment
 from attn_ops.meta.outputs import batch_indices_positions as allocate_batch_indices_positions
 from attn_ops.meta.outputs import page_table as allocate_page_table
 from attn_ops.meta.outputs import seq_lens as allocate_seq_lens
-from torch import Tensor
 
 BLOCK = 512
 """Elements of the result that a program computes."""

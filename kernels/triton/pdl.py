@@ -19,9 +19,9 @@ from collections.abc import Iterable
 
 import triton
 import triton.language as tl
-from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from torch import Tensor
 
+from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.plan.state import is_published
 
 

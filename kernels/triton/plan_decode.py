@@ -12,6 +12,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
 from attn_ops.kernels.triton.plan_steps import (
@@ -24,8 +26,6 @@ from attn_ops.kernels.triton.plan_steps import (
     window_start,
 )
 from attn_ops.kernels.triton.work_item import WORK_STRIDE, store_work_item, store_work_items_wide
-from triton.language.extra.cuda import gdc_wait
-
 from attn_ops.plan.state import IMBALANCE_DENOM, KV_BLOCK, DecodePlan, PlanProblem
 
 SCHEDULER_CTAS = tl.constexpr(2)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+from torch import Tensor
+
 from attn_ops.kernels.reference.plan import plan_decode as plan_in_closed_form
 from attn_ops.kernels.triton.context import shard_of
 from attn_ops.kernels.triton.plan_decode import plan_for_load_balance
 from attn_ops.kernels.triton.plan_decode_fixed_split import plan_fixed_split
 from attn_ops.kernels.triton.plan_steps import COPY_PAGES
-from torch import Tensor
-
 from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem, is_published
 
 

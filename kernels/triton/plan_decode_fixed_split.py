@@ -10,13 +10,13 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
 from attn_ops.kernels.triton.launch import Options, launch, supports_pdl
 from attn_ops.kernels.triton.pdl import publish
 from attn_ops.kernels.triton.plan_steps import COPY_PAGES, blocks_of_decode, clear, copy_page_numbers, count_tokens
 from attn_ops.kernels.triton.search import count_at_most
 from attn_ops.kernels.triton.work_item import store_work_item
-from triton.language.extra.cuda import gdc_wait
-
 from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem
 
 STEP_ITEMS = 256

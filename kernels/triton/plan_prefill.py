@@ -11,6 +11,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
 from attn_ops.kernels.reference.plan import plan_prefill as plan_in_closed_form
 from attn_ops.kernels.triton.balance_prefill import balanced_splits
 from attn_ops.kernels.triton.context import shard_of
@@ -31,9 +34,6 @@ from attn_ops.kernels.triton.query_tiles import (
     split_points,
 )
 from attn_ops.kernels.triton.work_item import SPLIT_TILE_STRIDE, WORK_STRIDE, store_split_tile, store_work_item
-from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
-
 from attn_ops.plan.sizing import ctas_of_tile, planned_cluster_splits, tiles_per_wave
 from attn_ops.plan.state import INT32_MAX, KV_BLOCK, PlanProblem, PrefillPlan, is_published
 from attn_ops.symbolic_sizes import at_least, statically_known_true

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.pdl import publish
 

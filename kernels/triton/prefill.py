@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from attn_ops.kernels.triton.config_prefill import pad, prefill_tile, run_length
 from attn_ops.kernels.triton.config_tuned import tuned
 from attn_ops.kernels.triton.context import shard_of, token_position, tokens_before
@@ -55,8 +57,6 @@ from attn_ops.kernels.triton.work_item import (
     WORK_SLOT,
     WORK_STRIDE,
 )
-from torch import Tensor
-
 from attn_ops.ops.options import AttentionOptions, softmax_scale
 from attn_ops.plan import equal_requests
 from attn_ops.plan.plan_checks import MAX_QUERY_ROWS

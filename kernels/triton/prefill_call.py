@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from attn_ops.eager.launches import scratch
 from attn_ops.kernels.reference.cache_views import block_pages
 from attn_ops.kernels.triton.combine_prefill import combine_split_requests, combine_split_tiles
 from attn_ops.kernels.triton.config_prefill import split_dim
 from attn_ops.meta.outputs import attention as allocate
-from torch import Tensor
-
-from attn_ops.eager.launches import scratch
 from attn_ops.ops.options import DENSE_DIMS, PAGED_DIMS, AttentionOptions, KVDims
 from attn_ops.plan.equal_requests import EqualRequests, divide
 from attn_ops.plan.state import PlanProblem, PrefillPlan, max_work_items, num_partials

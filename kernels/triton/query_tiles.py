@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
 from attn_ops.kernels.triton.context import tokens_before
 from attn_ops.kernels.triton.launch import constexpr_table
 from attn_ops.kernels.triton.plan_steps import at_previous
-
 from attn_ops.plan.state import KV_BLOCK, LENGTH_BUCKETS
 
 BLOCK = tl.constexpr(KV_BLOCK)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from attn_ops.kernels.triton.indexing import within
 from attn_ops.kernels.triton.launch import launch
 from attn_ops.kernels.triton.page_table import BLOCK
 from attn_ops.kernels.triton.search import CHUNK, LOG_CHUNK, find_segment
 from attn_ops.meta.outputs import shard_page_table as allocate_shard_page_table
-from torch import Tensor
 
 
 @triton.jit(do_not_specialize=["batch", "num_indices", "page_size", "rank", "world", "run"])

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels.cpu import sdpa
 from helpers.cases import DECODE_AXES, DECODE_BASE, PREFILL_AXES, PREFILL_BASE, RAGGED_AXES, Case, one_at_a_time
 from helpers.harness import Setup
+
+from attn_ops.kernels.cpu import sdpa
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels.cpu import readers, schedule, sdpa
 from helpers.cases import DECODE_BASE, PREFILL_BASE, Case
 from helpers.harness import Setup
 from helpers.oracle import Expected
 
 from attn_ops.eager.bounded_cache import BoundedCache
+from attn_ops.kernels.cpu import readers, schedule, sdpa
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

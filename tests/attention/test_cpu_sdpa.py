@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_ops.kernels.cpu import readers, schedule, sdpa
 from helpers.cases import DECODE_BASE, PREFILL_BASE
 from helpers.harness import Setup
 
 from attn_ops.eager.checked_call import CHECKED_CALLS
 from attn_ops.errors import BackendError
+from attn_ops.kernels.cpu import readers, schedule, sdpa
 from attn_ops.ops import backends, unsupported
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

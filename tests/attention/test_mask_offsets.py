@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from attn_ops.kernels.reference.masks import byte_offsets, unpack
 
 from attn_ops import PrefillPlanner
+from attn_ops.kernels.reference.masks import byte_offsets, unpack
 
 ROWS, TOKENS, REQUESTS = 70_000, 70_001, 5
 """Query rows and KV tokens of each request: 4.9e9 bits, or 612508750 bytes."""

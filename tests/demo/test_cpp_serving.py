@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attn_ops.cpp_serving import export
 from helpers import cpp_runner
 
 from attn_ops import cpp
+from attn_ops.cpp_serving import export
 from attn_ops.demo import package
 from attn_ops.demo.pages import pages_for
 from attn_ops.demo.requests import from_seed

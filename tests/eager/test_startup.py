@@ -15,12 +15,11 @@ from helpers.fake_driver import UncompiledKernel, compiled
 
 pytest.importorskip("triton")
 
-from attn_ops.kernels.triton import launch
-
 import attn_ops
 from attn_ops import planner
 from attn_ops.eager import startup
 from attn_ops.frontend import base
+from attn_ops.kernels.triton import launch
 
 IMPORTED_BY_THREADS = """
 import sys, threading

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from filelock import FileLock
+
 from attn_ops.kernels.cuda import nvrtc
 from attn_ops.kernels.cuda.build import specializations
 from attn_ops.kernels.cuda.compile import ARCHITECTURE, compiler, options, sources
 from attn_ops.kernels.cuda.compile import cubin_of as compiled_or_kept
 from attn_ops.kernels.cuda.kernel import Specialization
-from filelock import FileLock
-
 from helpers import cpp_runner
 from helpers.cubins import instructions_of, resource_usage, tool
 

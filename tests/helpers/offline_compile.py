@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import torch
 import triton
-from attn_ops.kernels import triton as backend
-from attn_ops.kernels.triton import config_decode, config_prefill, decode_call, launch
-from attn_ops.kernels.triton.pdl import publish_plan
 
 import attn_ops
 from attn_ops.distributed import ContextShard
+from attn_ops.kernels import triton as backend
+from attn_ops.kernels.triton import config_decode, config_prefill, decode_call, launch
+from attn_ops.kernels.triton.pdl import publish_plan
 
 Compiled = list[tuple[Any, dict[str, Any]]]
 

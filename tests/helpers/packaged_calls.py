@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels.cuda import launch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from attn_ops.kernels.cuda import launch
 from attn_ops.native import packaged_launch
 from attn_ops.native.images import Image, ImageSet, collect
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
-from attn_ops.kernels.cuda import mla, prefill
 from helpers import masks
 from helpers.cuda_host import Host, needs_a_compiler
 from helpers.cuda_kernels import PTX_TYPES, check_syntax, compiled_parameters, declared_parameters, needs_nvrtc
 from helpers.page_tables import indptr, page_table
 
 import attn_ops
+from attn_ops.kernels.cuda import mla, prefill
 from attn_ops.ops.cuda_kernels import PrefillKey
 from benchmarks import clocks
 

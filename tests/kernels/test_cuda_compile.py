@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels.cuda import build, disk_cache, nvrtc, prebuilt
-from attn_ops.kernels.cuda import compile as compile_module
-from attn_ops.kernels.cuda.compile import CompilerError, cubin_of, key_of, unavailable_reason
-from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from helpers.cuda_kernels import needs_nvrtc
 
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.errors import BackendError
+from attn_ops.kernels.cuda import build, disk_cache, nvrtc, prebuilt
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda.compile import CompilerError, cubin_of, key_of, unavailable_reason
+from attn_ops.kernels.cuda.kernel import Kernel, Specialization
 from attn_ops.ops import backends, cuda_kernels, unsupported
 
 SOURCE = """#include "constants.cuh"

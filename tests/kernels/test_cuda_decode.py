@@ -11,14 +11,14 @@ import torch
 
 pytest.importorskip("triton")  # for its disassembler
 
-from attn_ops.kernels.cuda import compile as compile_module
-from attn_ops.kernels.cuda import decode, operands
-from attn_ops.kernels.cuda.kernel import Specialization
 from helpers.cases import Case
 from helpers.cuda_kernels import check_syntax, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.harness import Setup
 
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import decode, operands
+from attn_ops.kernels.cuda.kernel import Specialization
 from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.cuda_kernels import DecodeKey

@@ -15,8 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
-from attn_ops.kernels.cuda import prefill
-from attn_ops.kernels.triton import prefill_call
 from helpers import oracle
 from helpers.cases import Case
 from helpers.cuda_host import Host, HostError, needs_a_compiler
@@ -26,6 +24,8 @@ from helpers.harness import Setup
 from helpers.hostile_plans import random_plan
 from helpers.masks import pack, truncated
 
+from attn_ops.kernels.cuda import prefill
+from attn_ops.kernels.triton import prefill_call
 from attn_ops.ops.cuda_kernels import padded_prefill_head_dims
 from attn_ops.plan import equal_requests
 from attn_ops.plan.state import WORK_FIELDS, PrefillPlan

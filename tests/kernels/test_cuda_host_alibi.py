@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
-from attn_ops.kernels.cuda import prefill
 from helpers.cases import Case
 from helpers.cuda_host import Fault, Host, needs_a_compiler
 from helpers.cuda_host.calls import FP8_KV, SPLIT, attend
 from helpers.cuda_host.calls import prefill_case as _case
 from helpers.harness import Setup
 from helpers.oracle import alibi_slopes
+
+from attn_ops.kernels.cuda import prefill
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")  # whose kernel combines splits in graphs
 
-from attn_ops.kernels.cuda import decode
 from helpers.cases import Case
 from helpers.cuda_host import Fault, Host, HostError, needs_a_compiler
 from helpers.cuda_host.faults import Planted, host_with, noticed
 from helpers.harness import Setup
 
+from attn_ops.kernels.cuda import decode
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]

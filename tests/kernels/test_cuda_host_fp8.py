@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
-from attn_ops.kernels.cuda import prefill
 from helpers.cases import Case
 from helpers.cuda_host import Fault, Host, needs_a_compiler
 from helpers.cuda_host.calls import OPS, SPLIT, prefill_case
 from helpers.cuda_host.faults import Planted, host_with, noticed
 from helpers.fp8_products import TENSOR_CORE_EPS
 from helpers.harness import Setup
+
+from attn_ops.kernels.cuda import prefill
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -13,11 +13,11 @@ import attn_ops
 
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
-from attn_ops.kernels.cuda import mla
 from helpers import mla_cases
 from helpers.cuda_host import Host, needs_a_compiler
 from helpers.cuda_host.calls import FP8_KV, mla_op, swapped
 
+from attn_ops.kernels.cuda import mla
 from attn_ops.ops import cuda_kernels
 from attn_ops.plan.sizing import packed_rows_of_tile
 from attn_ops.plan.state import PlanProblem, PrefillPlan

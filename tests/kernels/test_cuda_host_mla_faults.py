@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("triton")  # whose call of the prefill kernels the CUDA kernel shares
 
-from attn_ops.kernels.cuda import mla
 from helpers import mla_cases
 from helpers.cuda_host import Fault, needs_a_compiler
 from helpers.cuda_host.calls import FP8_KV, mla_op, swapped
 from helpers.cuda_host.faults import COPIED, FEWER, TOKEN_FAULTS, Planted, host_with, noticed
+
+from attn_ops.kernels.cuda import mla
 
 pytestmark = [needs_a_compiler, pytest.mark.usefixtures("poisoned_memory")]
 

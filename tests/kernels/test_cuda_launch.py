@@ -12,13 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from attn_ops.kernels import cuda
-from attn_ops.kernels.cuda import compile as compile_module
-from attn_ops.kernels.cuda import kernel as kernel_module
-from attn_ops.kernels.cuda import launch as launch_module
-from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
-from attn_ops.kernels.cuda.launch import launch
-from attn_ops.kernels.cuda.merge_states import DTYPES, KERNELS
 from helpers import native_launcher as n
 from helpers.cuda_kernels import (
     PTX_TYPES,
@@ -36,6 +29,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.launches import capture_launches
+from attn_ops.kernels import cuda
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import kernel as kernel_module
+from attn_ops.kernels.cuda import launch as launch_module
+from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
+from attn_ops.kernels.cuda.launch import launch
+from attn_ops.kernels.cuda.merge_states import DTYPES, KERNELS
 from attn_ops.native import packaged_launch
 from attn_ops.native.images import ImageSet, NoImageError, collect
 

@@ -12,10 +12,6 @@ import torch
 
 pytest.importorskip("triton")  # whose kernel combines partial results, and for its disassembler
 
-from attn_ops.kernels.cuda import compile as compile_module
-from attn_ops.kernels.cuda import mla, prefill
-from attn_ops.kernels.cuda.kernel import Specialization
-from attn_ops.kernels.cuda.operands import COLUMNS
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.packaged_calls import packaged_image
@@ -23,6 +19,10 @@ from helpers.tensors import tensor_of_map
 from torch import Tensor
 
 import attn_ops
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import mla, prefill
+from attn_ops.kernels.cuda.kernel import Specialization
+from attn_ops.kernels.cuda.operands import COLUMNS
 from attn_ops.ops import unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.options import FP8

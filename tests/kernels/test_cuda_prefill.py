@@ -11,12 +11,6 @@ import torch
 
 pytest.importorskip("triton")  # whose kernel combines partial results, and for its disassembler
 
-from attn_ops.kernels.cuda import compile as compile_module
-from attn_ops.kernels.cuda import kernel as kernel_module
-from attn_ops.kernels.cuda import prefill
-from attn_ops.kernels.cuda.kernel import Specialization
-from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES, Columns, box_of_pages
-from attn_ops.kernels.triton import prefill_call
 from helpers.cuda_kernels import check_syntax, disassemble, disassembly, needs_nvrtc, usage_of
 from helpers.fake_driver import FakeDriver, needs_the_module
 from helpers.packaged_calls import packaged_image
@@ -24,6 +18,12 @@ from helpers.tensors import tensor_of_map
 from torch import Tensor
 
 import attn_ops
+from attn_ops.kernels.cuda import compile as compile_module
+from attn_ops.kernels.cuda import kernel as kernel_module
+from attn_ops.kernels.cuda import prefill
+from attn_ops.kernels.cuda.kernel import Specialization
+from attn_ops.kernels.cuda.operands import GROUP_TOKENS, ROW_BYTES, Columns, box_of_pages
+from attn_ops.kernels.triton import prefill_call
 from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.cuda_kernels import PrefillKey

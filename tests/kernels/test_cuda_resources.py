@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("triton")  # for its disassembler
 
+from helpers.cuda_kernels import Usage, compiler_version, disassembly, measure, needs_nvrtc, read, usage_of
+
 from attn_ops.kernels.cuda.build import specializations
 from attn_ops.kernels.cuda.kernel import Specialization
-from helpers.cuda_kernels import Usage, compiler_version, disassembly, measure, needs_nvrtc, read, usage_of
 
 pytestmark = needs_nvrtc
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from attn_ops.kernels.triton import launch  # noqa: E402
-
 from attn_ops.eager import launches  # noqa: E402
+from attn_ops.kernels.triton import launch  # noqa: E402
 
 pytestmark = [needs_the_module, pytest.mark.usefixtures("fake_driver")]
 

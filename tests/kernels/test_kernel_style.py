@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from attn_ops.kernels.cuda.build import specializations
 from helpers.syntax_trees import name_of
+
+from attn_ops.kernels.cuda.build import specializations
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "triton"
 MAX_PARAMETERS = 40

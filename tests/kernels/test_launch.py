@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from attn_ops.kernels.triton.config_prefill import prefill_tile  # noqa: E402
-from attn_ops.kernels.triton.launch import Options, constexpr_table, launch  # noqa: E402
 from helpers import cpp_runner  # noqa: E402
 from helpers.offline_compile import Driver  # noqa: E402
 
+from attn_ops.kernels.triton.config_prefill import prefill_tile  # noqa: E402
+from attn_ops.kernels.triton.launch import Options, constexpr_table, launch  # noqa: E402
 from attn_ops.ops import inductor  # noqa: E402
 
 offline = pytest.mark.skipif(

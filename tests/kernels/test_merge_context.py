@@ -7,8 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from attn_ops.kernels.triton.merge_context import merge_context  # noqa: E402
 from helpers.offline_compile import compiling_for  # noqa: E402
+
+from attn_ops.kernels.triton.merge_context import merge_context  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"

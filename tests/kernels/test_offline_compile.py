@@ -14,8 +14,6 @@ from torch._higher_order_ops import triton_kernel_wrap
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from attn_ops.kernels import triton as backend  # noqa: E402
-from attn_ops.kernels.triton.config_decode import decode_tile, shared_bytes, short_stages  # noqa: E402
 from helpers.offline_compile import (  # noqa: E402
     compiling_for,
     context_ops,
@@ -27,6 +25,8 @@ from helpers.offline_compile import (  # noqa: E402
 )
 
 import attn_ops  # noqa: E402
+from attn_ops.kernels import triton as backend  # noqa: E402
+from attn_ops.kernels.triton.config_decode import decode_tile, shared_bytes, short_stages  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="compiles for a GPU that is not there"

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_ops.kernels import reference
 from helpers.cases import DECODE_BASE, Case, one_at_a_time
 from helpers.oracle import PagedBatch
 from torch import Tensor
+
+from attn_ops.kernels import reference
 
 on_each_backend = pytest.mark.usefixtures("cpu_calls_on_each_backend")
 

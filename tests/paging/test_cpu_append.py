@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from attn_ops.kernels.cpu import append
 from helpers.page_tables import indptr, int32
 
+from attn_ops.kernels.cpu import append
 from attn_ops.ops import backends
 
 OPS = ("append_kv", "append_mla_kv")

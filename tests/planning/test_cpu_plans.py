@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels import reference
-from attn_ops.kernels.cpu import plan as kernels
 from helpers.page_tables import indptr, int32
 from torch import Tensor
 
+from attn_ops.kernels import reference
+from attn_ops.kernels.cpu import plan as kernels
 from attn_ops.ops import backends
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, allocate_decode, allocate_prefill
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels import reference
 from helpers.backends import INTERPRETER, TRITON, each_triton
 from helpers.cuda_host import Host, needs_a_compiler
 from torch import Tensor
 
 import attn_ops
 from attn_ops.distributed import ContextShard
+from attn_ops.kernels import reference
 from attn_ops.plan import sizing
 from attn_ops.plan.plan_checks import MAX_CTAS_PER_HEAD
 from attn_ops.plan.state import KV_BLOCK

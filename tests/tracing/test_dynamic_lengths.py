@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from attn_ops.kernels.reference import attention
 from helpers.flash_requests import dense, expected
 from helpers.mla_requests import Latents
 from helpers.oracle import Expected
@@ -19,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_ops
 from attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from attn_ops.kernels.reference import attention
 
 pytestmark = pytest.mark.usefixtures("cold")
 

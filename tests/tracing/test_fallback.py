@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels import reference
 from helpers import decoder as d
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from tracing.conftest import check_decode_steps
 
 from attn_ops.eager.checked_call import CHECKED_CALLS
+from attn_ops.kernels import reference
 from attn_ops.ops import backends
 from attn_ops.ops.backends import Backend
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from attn_ops.kernels.reference import attention
 from helpers.oracle import Expected
 from helpers.page_tables import int32
 from helpers.tracing import BROKEN_GATHER
@@ -27,6 +26,7 @@ from attn_ops.flash_attn import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
+from attn_ops.kernels.reference import attention
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 4, 2, 16, 4, 0.25
 SIZES = {"page_size": PAGE, "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from attn_ops.kernels.cuda.build import MODULES, specializations
-from attn_ops.kernels.cuda.compile import sources
-from attn_ops.kernels.cuda.kernel import Specialization, TensorMap
 from filelock import FileLock
 from torch import Tensor
 
+from attn_ops.kernels.cuda.build import MODULES, specializations
+from attn_ops.kernels.cuda.compile import sources
+from attn_ops.kernels.cuda.kernel import Specialization, TensorMap
 from attn_ops.plan.state import PlanProblem, num_partials, num_slots
 from helpers import cpp_runner
 from helpers.oracle import merge

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attn_ops.kernels.cuda import mla, prefill
 from torch import Tensor
 
+from attn_ops.kernels.cuda import mla, prefill
 from helpers import mla_cases
 from helpers.cases import Case
 from helpers.cuda_host import Host
