@@ -23,18 +23,32 @@ def fix_lowerings() -> None:
 
 
 def _fix_as_strided() -> None:
-    """Lower ``as_strided`` of a view from the view's first element. PyTorch before 2.13 begins at that of its base.
+    """Lower ``as_strided`` from the right element. PyTorch before 2.13 counts from the first element of the base.
 
-    Caches with a page table for each KV head are such views (:mod:`attn_ops.frontend.head_tables`).
+    Without an offset it begins at the first element of the view that it is given. Caches with a page table for each KV
+    head are such views (:mod:`attn_ops.frontend.head_tables`). An offset counts from the start of the storage, which is
+    not that of an input of the graph: keys and values of one cache are such inputs.
     """
     from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
 
     original = lowering.as_strided
     if "storage_offset_relative_to_input_storage" in inspect.signature(original).parameters:
         return
 
+    def offset_of_input(x: Any) -> Any:
+        """The storage offset of the graph's input that ``x`` is, or is a view of."""
+        while x is not None and not isinstance(x, ir.InputBuffer):
+            x = getattr(x, "data", None)
+        inputs = V.graph.module.graph.find_nodes(op="placeholder") if x is not None else ()
+        found = [node.meta["val"] for node in inputs if V.graph.qualify_name(node.target) == x.get_name()]
+        offset = found[0].storage_offset() if found else 0
+        return offset.node.expr if isinstance(offset, torch.SymInt) else offset
+
     def as_strided(x: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-        if storage_offset is None and isinstance(x, ir.TensorBox) and isinstance(x.data, ir.BaseView):
+        if storage_offset is not None:
+            storage_offset = storage_offset - offset_of_input(x)
+        elif isinstance(x, ir.TensorBox) and isinstance(x.data, ir.BaseView):
             layout = x.maybe_get_layout()
             storage_offset = None if layout is None else layout.offset
         return original(x, size, stride, storage_offset)
@@ -79,4 +93,4 @@ def _fix_replaced_symbols() -> None:
         return replaced if expr is node._expr and replaced.is_Symbol else expr
 
     placeholder_expr.of_attn_ops = True  # type: ignore[attr-defined]
-    graph._get_placeholder_expr = placeholder_expr
+    graph._get_placeholder_expr = placeholder_expr  # type: ignore[assignment]
