@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RED, ORANGE, WINE, PINK, GREEN, LEAF, PURPLE, PLUM = (
-    *("#d1495b", "#f0943e", "#7b2d43", "#e59aa5", "#3f7d3a", "#8cbf6a", "#8d6a9f", "#c3a6d1"),
+    "#d1495b",
+    "#f0943e",
+    "#7b2d43",
+    "#e59aa5",
+    "#3f7d3a",
+    "#8cbf6a",
+    "#8d6a9f",
+    "#c3a6d1",
 )
 STYLES = {
     "flashinfer": (RED, "o"),

@@ -69,7 +69,12 @@ def _ragged(p: PrefillProblem, backend: str = "auto") -> Call:
 
 def _dense(p: PrefillProblem) -> Call:
     copies = [tuple(t.transpose(1, 2) for t in tensors) for tensors in dense(p)]
-    return lambda i: attn_ops.flash_attn.flash_attn_func(*copies[i], causal=p.row.causal).flatten(0, 1)
+
+    def call(i: int) -> object:
+        q, k, v = copies[i]
+        return attn_ops.flash_attn.flash_attn_func(q, k, v, causal=p.row.causal).flatten(0, 1)
+
+    return call
 
 
 OURS: dict[str, Callable[..., Call]] = {"paged": _paged, "ragged": contiguous(_ragged)}

@@ -25,7 +25,7 @@ from benchmarks import (
     workload,
 )
 from benchmarks.comparison import Comparison, NotMeasured
-from benchmarks.prefill_rows import PREFILL_ROWS, MlaRow
+from benchmarks.prefill_rows import PREFILL_DENSE_ROWS, PREFILL_ROWS, MlaRow
 from benchmarks.timing import HostTime
 
 pytestmark = pytest.mark.usefixtures("two_copies")
@@ -88,6 +88,16 @@ def test_fp8_rows_compare_backends(query: bool, timed: list[str], monkeypatch: p
     assert (problem.q.dtype == torch.float8_e4m3fn) == query
     assert problem.k_caches[0].dtype == problem.values[0].dtype == torch.float8_e4m3fn
     assert problem.empty_out().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("rows", "causal"), [(1, False), (9, True)])
+def test_dense_rows_need_no_plan(rows: int, causal: bool, timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, prefill, "PrefillProblem")
+    small = replace(STEP, qo_lens=(rows,) * 2, kv_lens=(30,) * 2, causal=causal)
+    row = prefill._measure(small, Comparison(prefill.OURS_DENSE, {"single": prefill_peers.flashinfer_single}))
+    assert timed == ["flash_attn_func"]
+    assert (row["flash_attn_func"] > 0, row["single"]) == (True, None)
+    assert all(row.equal_lengths for row in PREFILL_DENSE_ROWS)
 
 
 @pytest.mark.parametrize("variable", [False, True])
