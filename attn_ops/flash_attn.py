@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_ops.argument_checks import optional_flags
+from attn_ops.argument_checks import check_real, optional_flags
 from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import output_dtype, positive, ranked, required
@@ -111,7 +111,7 @@ def flash_attn_func(
         qv: ``[batch, seqlen_q, num_heads, head_dim of v]``: logits are ``q k + qv v``, as in MLA with absorbed
             weights. The default scale is ``1 / sqrt(head_dim + head_dim of v)``.
         attention_chunk: row i sees only the keys of its chunk: the keys j with the same ``j // attention_chunk`` as its
-        own position ``i + seqlen_k - seqlen_q``; 0 is off.
+            own position ``i + seqlen_k - seqlen_q``; 0 is off.
         q_descale, k_descale, v_descale: scales of FP8 tensors: a number, a tensor of one element, which may be
             expanded, or ``[batch, num_kv_heads]``, positive. Those of other tensors are ignored.
         s_aux: ``[num_heads]``, attention sinks: a natural-log logit per head that joins the denominator, with value 0.
@@ -442,6 +442,7 @@ def flash_attn_combine(
     if not agree(lse_partial.shape, out_partial.shape[:-1]):
         expected = f"{shape_of(out_partial.shape[:-1])}, as out_partial"
         fail(ShapeError, where, f"lse_partial is {shape_of(lse_partial)}", expected, "correct it")
+    check_real(where, "lse_partial", lse_partial)
     rows_shape = tuple(out_partial.shape[1:-2])
     v, s = out_partial.movedim(0, -3).flatten(0, -4), lse_partial.movedim(0, -2).flatten(0, -3)
     dtype = out_dtype if out_dtype is not None else out_partial.dtype if out is None else out.dtype

@@ -50,7 +50,7 @@ def get_batch_indices_positions(
                 ArgumentError,
                 where,
                 f"{name} is {dtype_name(buffer.dtype)} {shape_of(buffer)}",
-                f"int32 [{nnz}]",
+                f"int32 {shape_of([nnz])}",
                 "pass such a buffer, or none",
             )
         if buffer.is_meta and not indptr.is_meta:

@@ -30,8 +30,8 @@ from attn_ops.plan.planner_base import (
     rank_problem,
     validates,
 )
+from attn_ops.plan.query_tiles import count_splits
 from attn_ops.plan.sizing import (
-    count_splits,
     ctas_per_head,
     default_tile_rows,
     is_large_batch,
@@ -171,9 +171,9 @@ class DecodePlanner(PlannerBase):
             kv_indices: int ``[pages]``, page numbers. Entries after those of the last request are not used. They need
                 capacity only if the contents are not checked.
             kv_last_page_len: int ``[batch]``, tokens in each request's last page, 1 to ``page_size``.
-            validate: check the contents too. Default: if everything is on the host. For CUDA tensors this
-                synchronises. Contents that are not checked are clamped on the device, so pages and query rows beyond
-                the capacity are left out.
+            validate: check the contents too. Default: contents are checked only if all tensors are on the host. For
+                CUDA tensors this synchronizes. Contents that are not checked are clamped on the device, so pages and
+                query rows beyond the capacity are left out.
 
         Raises:
             CapacityError: the batch exceeds the plan's capacity; the message names the capacity that it needs.

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 class Policy(NamedTuple):
     """The policy on the arguments of one library.
 
-    no_effect    name -> why. Some arguments have an effect in a function that documents it
-    unsupported  name -> (values that change nothing, reason). None changes nothing
-    negligible   name -> the largest value of an unsupported argument that changes less than float32 rounding
+    no_effect     name -> why. Some arguments have an effect in a function that documents it
+    unsupported   name -> (values that change nothing, reason). None changes nothing
+    negligible    name -> the largest value of an unsupported argument that changes less than float32 rounding
+    no_effect_in  function or method -> name -> why. Elsewhere the argument has an effect
     """
 
     no_effect: Mapping[str, str]
     unsupported: Mapping[str, tuple[tuple[Any, ...], str]]
     negligible: Mapping[str, float] = {}
+    no_effect_in: Mapping[str, Mapping[str, str]] = {}
 
 
 _NO_JIT = "kernels are not generated from a user's source; use the named options"
@@ -29,6 +31,12 @@ _REPEATS = "repeats the page table"
 _ACCURACY = "accumulation and softmax are float32"
 _LAUNCH = "a launch attribute of another library's kernels"
 _SCRATCH = "scratch memory that these ops do not need"
+
+_FOLLOW = "dtypes follow the tensors of run()"
+_NO_ROTATION = "no positional encoding is applied"
+_ONE_ROW = "the one query row of a request sees every key, causal or not"
+_DIVIDED = "bmm2_scale is divided by it already"
+_PAGES = "block_tables says where pages are"
 
 _FP4 = "4-bit caches are not read here; use a float16, bfloat16, float32 or FP8 cache"
 _SAGE = "scales are per tensor; fold them into bmm1_scale and bmm2_scale"
@@ -117,9 +125,28 @@ FLASHINFER = Policy(
         "metadata": ((), "give the arguments of plan() themselves"),
     },
     negligible={"skip_softmax_threshold_scale_factor": 2.0**-24},
+    no_effect_in={
+        "BatchAttention.plan": {"q_data_type": _FOLLOW, "kv_data_type": _FOLLOW},
+        "BatchDecodeWithPagedKVCacheWrapper.plan": {"is_causal": _ONE_ROW},
+        "BatchMLAPagedAttentionWrapper.plan": {
+            "query_layout": "run() recognizes packed and split queries",
+            "kv_cache_layout": "run() recognizes packed and split caches",
+            "scale_mode": "run() takes numbers and tensors",
+            "use_sinks": "run() applies sinks wherever they are given",
+        },
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper.forward": {
+            "rope_scale": _NO_ROTATION,
+            "rope_theta": _NO_ROTATION,
+        },
+        "PODWithPagedKVCacheWrapper.run": {"causal_d": _ONE_ROW},
+        "cudnn_batch_decode_with_kv_cache": {"batch_offsets_k": _PAGES, "batch_offsets_v": _PAGES},
+        "trtllm_batch_decode_with_kv_cache": {"o_scale": _DIVIDED},
+        "xqa_batch_decode_with_kv_cache": {"o_scale": _DIVIDED},
+    },
 )
 """``block_tables`` and lengths have an effect in functions that read the page table from them. With ``backend="cudnn"``
-lengths also decide whether offsets count elements or tokens.
+lengths also decide whether offsets count elements or tokens. ``is_causal`` of the decode wrapper has an effect with
+several query rows per request.
 
 A small ``skip_softmax_threshold_scale_factor`` is negligible: keys may be left out whose probability, relative to the
 largest of the row, is below the factor over the number of keys. All such probabilities together are at most the factor.

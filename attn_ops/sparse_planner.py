@@ -193,7 +193,7 @@ class BlockSparsePlanner(_SparsePlanner):
         Args:
             indptr: int ``[block rows + 1]``; the block columns of block row i are ``indices[indptr[i]:indptr[i + 1]]``.
             indices: int ``[blocks]``, block columns in any order, each at most once in a block row.
-            validate: check the contents too. Default: if both are on the host. On CUDA tensors this synchronises;
+            validate: check the contents too. Default: if both are on the host. On CUDA tensors this synchronizes;
                 without it block columns out of range are clamped on the device, and blocks beyond the capacity are
                 left out.
 

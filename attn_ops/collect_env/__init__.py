@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attn_ops.eager.captured_call import NATIVE_REASON
+from attn_ops.eager.extension import unavailable_reason
 from attn_ops.eager.op_cache import OP_CACHES
 from attn_ops.native import package
 from attn_ops.native.images import LIBCUDA
@@ -118,13 +118,19 @@ def collect_env() -> Environment:
         gpus=tuple(f"{i}: {_describe(torch.cuda.get_device_properties(i))}" for i in gpus),
         backends={op: _verdicts(op, torch.device("cuda", 0) if gpus else torch.device("cpu")) for op in OPS},
         prepared_calls={op: count for op, cache in OP_CACHES.items() if (count := cache.num_entries)},
-        launcher=NATIVE_REASON or "prepared calls",
+        launcher=_launcher(),
         images=_images([torch.device("cuda", i) for i in gpus]),
         cuda_compiler=_cuda_compiler(),
         cuda_kernels=_cuda_kernels(),
         tuning_table=_tuning_table([torch.cuda.get_device_name(i) for i in gpus]),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
+
+
+def _launcher() -> str:
+    if not unavailable_reason:
+        return "prepared calls"
+    return f"not prepared, eager calls take more host time: {unavailable_reason}; install with a C++ compiler"
 
 
 def _installed_version(package: str) -> str:

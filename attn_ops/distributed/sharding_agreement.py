@@ -53,7 +53,7 @@ class RankAgreement:
 
         Args:
             same: integer tensors that must be equal on all ranks, such as the page table. Those on a GPU are read,
-                which synchronises.
+                which synchronizes.
 
         Raises:
             RankError: another rank raised in its block, the tensors differ, or a rank does not answer in time. A rank

@@ -1,35 +1,23 @@
 """Captured calls: the launches of an eager call on CUDA, and the sources of the tensors that they take.
 
 A :class:`CapturedCall` has the launches of a call of an op. :meth:`~CapturedCall.bind` makes a prepared call from it,
-which makes the same launches with other tensors. Both need the extension module (``attn_ops/native/extension``).
+which makes the same launches with other tensors. Both need the extension module (:mod:`attn_ops.eager.extension`).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_ops.eager.extension import extension
 from attn_ops.gpu import ALIGNMENT_MASK
-
-_C: Any = None
-NATIVE_REASON = ""
-try:
-    _C = importlib.import_module("attn_ops.native._C")
-except ImportError as error:
-    NATIVE_REASON = f"not prepared, they take more host time: {error}; install with a C++ compiler"
 
 CONSTANT = -1
 """In place of the index of an argument: a tensor that is not an argument, and is the same in every call."""
-
-
-def is_available() -> bool:
-    """Whether the extension module is installed. Without it Python checks every call and Triton launches it."""
-    return _C is not None
 
 
 class Launch(NamedTuple):
@@ -49,7 +37,7 @@ class Launch(NamedTuple):
     def run(self, device: int, stream: int) -> None:
         row = (self.image, tuple(range(len(self.tensors))), self.integers, self.floats)
         sources = tuple((CONSTANT, t.data_ptr()) for t in self.tensors)
-        _C.PreparedCall((row,), sources, (), True).launch(device, stream)
+        extension.PreparedCall((row,), sources, (), True).launch(device, stream)
 
 
 class CapturedCall(NamedTuple):
@@ -100,13 +88,14 @@ class CapturedCall(NamedTuple):
         memory = [t for t in scratch if id(t) in used and t.numel()]
         for t in (*self.outputs, *memory):
             used.pop(id(t), None)
-        sources = [source_of(t, arguments, (*constants, *scratch), views) for t in used.values()]
-        if None in sources:
+        found = [source_of(t, arguments, (*constants, *scratch), views) for t in used.values()]
+        sources = tuple(source for source in found if source is not None)
+        if len(sources) < len(found):
             return None
         places = {key: i for i, key in enumerate((*used, *map(id, self.outputs), *map(id, memory)))}
         rows = tuple((x.image, tuple(places[id(t)] for t in x.tensors), x.integers, x.floats) for x in self.launches)
         makes = (allocator(t) if i is None else i for t, i in zip(outputs, targets, strict=True))
-        return _C.PreparedCall(rows, tuple(sources), tuple(makes), unpack, tuple(map(allocator, memory)))
+        return extension.PreparedCall(rows, sources, tuple(makes), unpack, tuple(map(allocator, memory)))
 
 
 def index_of(tensors: Sequence[Tensor], t: Tensor) -> int | None:

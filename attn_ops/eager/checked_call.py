@@ -19,7 +19,7 @@ import torch
 from torch.compiler import is_compiling
 
 from attn_ops.eager.bounded_cache import BoundedCache
-from attn_ops.eager.captured_call import _C
+from attn_ops.eager.extension import extension
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, Undispatched, call_cache
 
@@ -61,7 +61,7 @@ class CheckedCalls(Undispatched):
         self.passes: Callable[..., Any] = self._check
         self.op: Callable[..., Any] = self._uncached
         self.direct: Callable[..., Any] = self._dispatched
-        if _C is not None:
+        if extension is not None:
             checks = INTERPOSITION_CHECKS
             self.op = call_cache(self._entries, self._on_miss, on_cuda=False)
             self.direct = call_cache(self._entries, self._on_undispatched_miss, checks, on_cuda=False)

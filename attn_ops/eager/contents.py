@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ops.eager.captured_call import _C
+from attn_ops.eager.extension import extension
 
-_NATIVE: Any = getattr(_C, "contents", None)
+_NATIVE: Any = getattr(extension, "contents", None)
 NO_LIMIT = 1 << 62
 """More bytes than any tensors have."""
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.bounded_cache import BoundedCache
-from attn_ops.eager.captured_call import _C, CapturedCall
+from attn_ops.eager.captured_call import CapturedCall
+from attn_ops.eager.extension import extension
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_call import OpCall, flatten_tensors, has_gradients, passed_on
 from attn_ops.eager.op_entry import dispatched
@@ -36,7 +37,7 @@ def call_cache(
 ) -> Any:
     """A ``CallCache`` of the extension module, as ``_C.pyi`` describes; ``checks`` are ``interposition_checks``."""
     grad_mode = torch.is_grad_enabled
-    return _C.CallCache(entries, grad_mode, on_miss, checks, of_method, on_cuda, tuple_is_plan, takes_tensors)
+    return extension.CallCache(entries, grad_mode, on_miss, checks, of_method, on_cuda, tuple_is_plan, takes_tensors)
 
 
 def plan_tensors(args: Sequence[Any]) -> list[Tensor]:
@@ -85,7 +86,7 @@ class OpCache(Undispatched):
         self.op: Callable[..., Any] = self._uncached
         self.planned: Callable[..., Any] = self._dispatched
         self.direct: Callable[..., Any] = self._dispatched
-        if _C is not None:
+        if extension is not None:
             checks = INTERPOSITION_CHECKS
             self.op = call_cache(self._entries, self._on_miss, on_cuda=True)
             self.planned = call_cache(

@@ -25,7 +25,8 @@ from torch.compiler import is_compiling
 
 from attn_ops.eager import bound_call
 from attn_ops.eager.bounded_cache import BoundedCache
-from attn_ops.eager.captured_call import _C, CapturedCall, index_of, is_available, outputs_of
+from attn_ops.eager.captured_call import CapturedCall, index_of, outputs_of
+from attn_ops.eager.extension import extension
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, call_cache
 from attn_ops.eager.op_call import Executable, Lookup, OpCall, flatten_tensors, has_gradients
@@ -49,8 +50,11 @@ class BoundCalls(PreparedCalls):
 
 
 def new_caches(device: torch.device, number: int = 0, *, on_cpu: bool = False) -> tuple[PreparedCalls, int] | None:
-    """Caches for a plan on CUDA, or with ``on_cpu`` on the CPU; ``number`` belongs to the key. None for other plans."""
-    if not is_available():
+    """Caches for a plan on CUDA, or with ``on_cpu`` on the CPU. None for other plans.
+
+    ``number`` is part of the cache key: the planned rows and ragged keys.
+    """
+    if extension is None:
         return None
     if device.type == "cuda":
         return PreparedCalls(), number
@@ -61,7 +65,7 @@ class HasPreparedCalls(Protocol):
     """An object with methods that are decorated with :func:`prepared`."""
 
     def _prepared_calls(self) -> tuple[PreparedCalls, int] | None:
-        """The caches of its plan, and a number that belongs to the key; None if its calls are not prepared."""
+        """The caches of its plan, and a number that is part of the key; None if its calls are not prepared."""
 
     def _constants(self) -> Sequence[Tensor]:
         """Tensors that the op takes and that are not arguments of the method. They live as long as the caches."""
@@ -176,7 +180,8 @@ def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
     def make(*args: P.args, **kwargs: P.kwargs) -> Any:
         return function(*args, **kwargs), flatten_tensors((*args, *kwargs.values())), ()
 
-    on_cuda, on_cpu = (None, None) if _C is None else (_cache_of(make, False, True), _cache_of(make, False, False))
+    on_cuda = None if extension is None else _cache_of(make, False, True)
+    on_cpu = None if extension is None else _cache_of(make, False, False)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:

@@ -145,6 +145,14 @@ def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
         fail(ShapeError, where, f"{name} is {shape_of(t)}", dims, f"reshape {name}")
 
 
+def not_scalar(where: str, **tensors: Tensor | None) -> None:
+    """Raise for a tensor without dimensions, with the words of :mod:`attn_ops.typed`, which traced calls bypass."""
+    for name, t in tensors.items():
+        if t is not None and t.dim() == 0:
+            what, expected = f"{name} is a tensor without dimensions", "the dimensions that the documentation names"
+            fail(ShapeError, where, what, expected, f"reshape {name}")
+
+
 def positive(where: str, **sizes: int) -> None:
     """Raise unless every size is an integer from 1 to the largest int32."""
     for name, size in sizes.items():
@@ -153,7 +161,7 @@ def positive(where: str, **sizes: int) -> None:
         if not holds(size >= 1):
             fail(OptionError, where, f"{name} is {int(size)}", "at least 1", "change it")
         if type(size) is int and not holds(size <= INT32_MAX):
-            fail(OptionError, where, f"{name} is {size}", f"at most {INT32_MAX}, an int32", "change it")
+            fail(OptionError, where, f"{name} is {int(size)}", f"at most {INT32_MAX}, an int32", "change it")
 
 
 def finite(where: str, name: str, value: float | None) -> None:
@@ -202,7 +210,8 @@ def refuse(where: str, policy: Policy = FLASHINFER, /, **arguments: Any) -> None
         neutral, reason = policy.unsupported[name]
         # By ==: Dynamo does not find a traced float in a tuple by `in`.
         if isinstance(value, Tensor) or not any(value == none for none in neutral):
-            shown = "given" if isinstance(value, Tensor | tuple | list) else f"{value!r}"
+            number = float(value) if isinstance(value, float) else value  # a float of a graph may stand for a symbol
+            shown = "given" if isinstance(value, Tensor | tuple | list) else f"{number!r}"
             unsupported(where, f"{name} is {shown}", reason)
 
 
@@ -224,6 +233,9 @@ def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") 
     if not isinstance(sinks, Tensor):
         fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
     given_tensor(where, name, sinks, device)
+    if sinks.layout is not torch.strided:
+        stored = str(sinks.layout).removeprefix("torch.")
+        fail(ArgumentError, where, f"{name} is {stored}", "a strided tensor", f"pass {name}.to_dense()")
     check_no_grad(where, **{name: sinks})
     if sinks.dim() == 2:
         sinks = sinks.flatten()

@@ -36,8 +36,9 @@ from attn_ops.ops import backends
 from attn_ops.ops.inductor import mark_dynamic_rows, mark_static
 from attn_ops.ops.options import FP8, bounded
 from attn_ops.plan.page_table import BatchSize, PageTable
+from attn_ops.plan.query_tiles import count_splits
 from attn_ops.plan.resizable import ResizablePlan, SizedPlanner
-from attn_ops.plan.sizing import count_splits, power_of_two_from
+from attn_ops.plan.sizing import power_of_two_from
 from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import DecodePlan, PrefillPlan, workspace_size
 from attn_ops.typed import typed

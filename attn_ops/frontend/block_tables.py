@@ -52,7 +52,7 @@ def lengths(
     """
     t = given_tensor(where, name, t, device)
     if not holds(t.numel() == batch):
-        fail(ShapeError, where, f"{name} is {shape_of(t)}", f"[{batch}], one per {each}", "correct it")
+        fail(ShapeError, where, f"{name} is {shape_of(t)}", f"{shape_of([batch])}, one per {each}", "correct it")
     if t.is_floating_point() or t.dtype == torch.bool:
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "int32 or int64", "convert it")
     if t.dtype == torch.uint32 and not seen(t):
@@ -69,8 +69,8 @@ def lengths(
 def too_long(where: str, tokens: int, capacity: int, table: str | None, pages: str = "") -> NoReturn:
     """Raise: a request does not fit its row of ``table``, or its row of a cache without a table."""
     holder, fix = ("its cache", "pass a larger cache") if table is None else (table, f"pass a wider {table}")
-    shown = f"a request has {tokens} tokens and {holder} capacity for {capacity}{pages}"
-    fail(PageTableError, where, shown, f"at most {capacity}", fix)
+    shown = f"a request has {int(tokens)} tokens and {holder} capacity for {int(capacity)}{pages}"
+    fail(PageTableError, where, shown, f"at most {int(capacity)}", fix)
 
 
 def check_block_table(
@@ -176,8 +176,8 @@ def query_row_offsets(where: str, rows: int, batch: int, q_len: int, device: tor
         fail(
             ShapeError,
             where,
-            f"the query has {rows} rows for {batch} requests",
-            f"{batch * q_len}, {q_len} per request",
+            f"the query has {int(rows)} rows for {int(batch)} requests",
+            f"{int(batch * q_len)}, {int(q_len)} per request",
             "correct the query, or the number of rows of each request",
         )
     return None if q_len == 1 else uniform_indptr(batch, q_len, device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.errors import ArgumentError, ShapeError, fail
-from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
+from attn_ops.frontend.arguments import as_sinks, not_scalar, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.block_tables import TableNames, block_table, lengths, query_row_offsets
 from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.element_offsets import check_offsets
@@ -71,14 +71,16 @@ def cudnn_batch_decode_with_kv_cache(
         scale: the softmax scale.
         actual_seq_lens_kv: int ``[batch]``, or with dimensions of size 1 after it.
         block_tables: int ``[batch, max_pages_per_request]``.
-        batch_offsets_q, batch_offsets_o: first element of each request, refused unless packed without gaps.
-            ``batch_offsets_k`` and ``batch_offsets_v`` have no effect: ``block_tables`` says where pages are.
+        batch_offsets_q, batch_offsets_o: int ``[batch]`` or ``[batch + 1]``, the first element of each request, refused
+            unless packed without gaps. ``batch_offsets_k`` and ``batch_offsets_v`` have no effect: ``block_tables``
+            says where pages are.
 
     Returns:
         ``out`` as q, with ``return_lse`` also float32 ``lse``, base 2.
     """
     where = "cudnn_batch_decode_with_kv_cache"
     ranked(where, "q", q, RAGGED_DIMS)
+    not_scalar(where, v_cache=v_cache)
     actual_seq_lens_kv, block_tables = required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
     positive(where, q_len_per_req=q_len_per_req)
     tables = block_table(where, "block_tables", block_tables, q.device)
@@ -92,6 +94,7 @@ def cudnn_batch_decode_with_kv_cache(
             "batch_offsets_q": (batch_offsets_q, (heads * q.shape[2], q.stride(0))),
             "batch_offsets_o": (batch_offsets_o, (heads * v_cache.shape[-1],)),
         },
+        without_end=True,
     )
     sinks = as_sinks(where, sinks, q.device)
     options = AttentionOptions(sm_scale=scale, window_left=window_left, sinks=sinks, causal=True)
@@ -183,7 +186,8 @@ def cudnn_batch_prefill_with_kv_cache(
         max_sequence_kv: no result depends on it beyond rounding. A small number lets a kernel for few keys run, in
             eager calls on Hopper.
         o_data_type: dtype of the output; default that of ``q``, or of an FP8 ``out``.
-        batch_offsets_*: refused unless packed without gaps, in ``batch_offsets_units`` elements or tokens.
+        batch_offsets_*: int ``[batch + 1]``, or with dimensions of size 1 after it, in ``batch_offsets_units`` elements
+            or tokens; refused unless packed without gaps.
         lse: a buffer ``[nnz_qo, num_qo_heads]``, or padded ``[batch, max_token_per_sequence, num_qo_heads]``.
 
     Returns:
@@ -191,6 +195,7 @@ def cudnn_batch_prefill_with_kv_cache(
     """
     where = "cudnn_batch_prefill_with_kv_cache"
     ranked(where, "q", q, RAGGED_DIMS)
+    not_scalar(where, v_cache=v_cache)
     units = batch_offsets_units
     if actual_seq_lens_q is None:
         names = "actual_seq_lens_q", "batch_offsets_q"
@@ -227,8 +232,8 @@ def cudnn_batch_prefill_with_kv_cache(
         _no_offsets(where, batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
         tables = block_table(where, "block_tables", block_tables, q.device)
         if not holds(actual_seq_lens_q.numel() == tables.shape[0]):
-            shown = f"actual_seq_lens_q has {actual_seq_lens_q.numel()} lengths"
-            fail(ShapeError, where, shown, f"{tables.shape[0]}, the rows of block_tables", "correct it")
+            shown = f"actual_seq_lens_q has {int(actual_seq_lens_q.numel())} lengths"
+            fail(ShapeError, where, shown, f"{int(tables.shape[0])}, the rows of block_tables", "correct it")
         batch = tables, actual_seq_lens_kv, qo_indptr
         call = block_table_call(
             where,

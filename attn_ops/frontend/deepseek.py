@@ -8,7 +8,16 @@ from torch import Tensor
 
 from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
-from attn_ops.frontend.arguments import as_sinks, check_dtypes, own_backend, ranked, refuse, refuse_with, required
+from attn_ops.frontend.arguments import (
+    as_sinks,
+    check_dtypes,
+    not_scalar,
+    own_backend,
+    ranked,
+    refuse,
+    refuse_with,
+    required,
+)
 from attn_ops.frontend.block_tables import block_table, query_row_offsets, rank_keys
 from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.context import context_shard
@@ -51,13 +60,14 @@ class _LatentDecode(NamedTuple):
         where, query, dims = self.where, self.query, self.dims
         integers(where, kv_lora_rank=dims[0], qk_rope_head_dim=dims[1])
         uniform = self.cum_seq_lens_q is None
-        rank, form = (4, "[batch, q_len, num_heads, {}]") if uniform else (3, "[rows, num_heads, {}]")
+        rank, rows = (4, "batch, q_len") if uniform else (3, "rows")
         if query.dim() != rank or query.shape[-1] != sum(dims):
-            fail(ShapeError, where, f"query is {shape_of(query)}", form.format(sum(dims)), "reshape it")
+            expected = f"[{rows}, num_heads, {int(sum(dims))}]"
+            fail(ShapeError, where, f"query is {shape_of(query)}", expected, "reshape it")
         check_dtypes(where, query, self.kv_cache)
         flat, (ckv, kpe) = query.flatten(end_dim=-3), latent(where, self.kv_cache, dims[0])
         if kpe.shape[-1] != dims[1]:
-            expected = f"{sum(dims)} at the end"
+            expected = f"{int(sum(dims))} at the end"
             fail(ShapeError, where, f"kv_cache is {shape_of(self.kv_cache)}", expected, "correct the sizes")
         return flat[..., : dims[0]], flat[..., dims[0] :], ckv, kpe
 
@@ -237,6 +247,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     ``out`` may be ``[batch, num_heads, kv_lora_rank]`` for a query of one row per request.
     """
     where, dims = "xqa_batch_decode_with_kv_cache_mla", (kv_lora_rank, qk_rope_head_dim)
+    not_scalar(where, query=query)
     scales = ScaleFactors.of_products(bmm1_scale, bmm2_scale)
     flat = (query.shape[0], *query.shape[2:-1], kv_lora_rank)
     without_rows = out is not None and query.dim() == 4 and query.shape[1] == 1 and tuple(out.shape) == flat

@@ -72,7 +72,7 @@ class HeadTables(NamedTuple):
             fail(ShapeError, where, f"the value cache is {shape_of(caches[1])}", expected, "correct it")
         tables = given_tensor(where, "block_tables", tables, device)
         if tables.dim() != 3 or tables.shape[0] != heads:
-            expected = f"[{heads}, batch, max_pages_per_request], of each KV head"
+            expected = f"[{int(heads)}, batch, max_pages_per_request], of each KV head"
             fail(ShapeError, where, f"block_tables is {shape_of(tables)}", expected, "pass a table of each KV head")
         tables = as_int32(where, "block_tables", tables).to(device)
         steps = [_heads_apart(cache, head_axis) for cache in caches]

@@ -68,7 +68,7 @@ def latent(where: str, cache: PagedCache, head_dim_ckv: int) -> tuple[Tensor, Te
             ShapeError,
             where,
             f"the packed MLA cache is {shape_of(cache)}",
-            f"[pages, page_size, {head_dim_ckv} + head_dim_kpe]",
+            f"[pages, page_size, {int(head_dim_ckv)} + head_dim_kpe]",
             "pass such a tensor, or the pair (ckv_cache, kpe_cache)",
         )
     return cache[..., :head_dim_ckv], cache[..., head_dim_ckv:]
@@ -87,6 +87,6 @@ def has_pages_in_a_row(cache: Tensor) -> bool:
 def pages_of_one(where: str, name: str, cache: Tensor, reason: str, fix: str) -> Tensor:
     """``cache [pages, page_size, ...]`` as pages of one token, in the same memory."""
     if cache.shape[1] != 1 and not has_pages_in_a_row(cache):
-        expected = f"pages without gaps, of {cache.shape[1] * cache.stride(1)}, {reason}"
-        fail(ShapeError, where, f"{name} has strides {list(cache.stride())}", expected, fix)
+        expected = f"pages without gaps, of {int(cache.shape[1] * cache.stride(1))}, {reason}"
+        fail(ShapeError, where, f"{name} has strides {shape_of(cache.stride())}", expected, fix)
     return cache.flatten(0, 1).unsqueeze(1)

@@ -146,8 +146,8 @@ def check_tree_mask(where: str, mask: Tensor, rows: int, q_len: int = 1) -> None
         fail(
             ShapeError,
             where,
-            f"mask is {shape_of(mask)}, of {bits} bits per row",
-            f"[{rows}, words] or [batch, rows of a request, words], with a bit for each row of a request",
+            f"mask is {shape_of(mask)}, of {int(bits)} bits per row",
+            f"[{int(rows)}, words] or [batch, rows of a request, words], with a bit for each row of a request",
             "make it of that shape",
         )
 

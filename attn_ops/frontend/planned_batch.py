@@ -115,16 +115,16 @@ class PlannedBatch:
             fail(
                 ShapeError,
                 where,
-                f"{TENSOR_NAMES.get(call.op, PAGED_TENSOR_NAMES)[0]} has {rows} rows",
-                f"{planned} as planned{_rows_of_a_request(self.spec.rows)}{'' if self.exact else ', or more'}",
+                f"{TENSOR_NAMES.get(call.op, PAGED_TENSOR_NAMES)[0]} has {int(rows)} rows",
+                f"{int(planned)} as planned{_rows_of_a_request(self.spec.rows)}{'' if self.exact else ', or more'}",
                 "call plan() for this batch first",
             )
         if self.keys is not None and kv.dim() == 3:
             keys, planned = kv.shape[DENSE_DIMS[call.kv_layout].token], self.keys.shape[0]
             if not holds(keys >= planned):
-                expected = f"{planned} as planned by kv_indptr, or more"
+                expected = f"{int(planned)} as planned by kv_indptr, or more"
                 fix = "pass the keys of all requests, or call plan() for this batch first"
-                fail(ShapeError, where, f"k and v have {keys} rows", expected, fix)
+                fail(ShapeError, where, f"k and v have {int(keys)} rows", expected, fix)
 
     def check_query_dtypes(self, where: str, **tensors: Tensor) -> None:
         """Raise unless the parts of an MLA query have the planned dtype."""
@@ -155,7 +155,7 @@ class PlannedBatch:
             fail(
                 ShapeError,
                 where,
-                f"in layout {kv_layout} the KV cache has pages of {page_size} tokens and {heads} heads",
+                f"in layout {kv_layout} the KV cache has pages of {int(page_size)} tokens and {int(heads)} heads",
                 f"{planned[0]} tokens and {planned[1]} heads as planned",
                 f"name kv_layout={other!r}, or pass a cache in {kv_layout}",
             )
@@ -190,7 +190,7 @@ class RowsOfCall(NamedTuple):
         rows, needed = call.tensors[0].shape[0], self.batch * self.rows
         if rows != needed:
             expected = f"{int(needed)}{_rows_of_a_request(self.rows)}"
-            fail(ShapeError, call.where, f"q has {rows} rows", expected, "correct q or q_len_per_req")
+            fail(ShapeError, call.where, f"q has {int(rows)} rows", expected, "correct q or q_len_per_req")
 
     def resolve(self, options: AttentionOptions) -> tuple[Planned, AttentionOptions]:
         plan, spec = self.planned.plan, self.planned.spec

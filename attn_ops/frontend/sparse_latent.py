@@ -54,7 +54,7 @@ class SparseTokens(NamedTuple):
         """
         table = given_tensor(where, "block_tables", block_tables, device)
         if not agree(table.shape, (*rows_shape, self.top_k)):
-            expected = f"{[*rows_shape, self.top_k]}, sparse_mla_top_k tokens of each query row"
+            expected = f"{shape_of([*rows_shape, self.top_k])}, sparse_mla_top_k tokens of each query row"
             fail(ShapeError, where, f"block_tables is {shape_of(table)}", expected, "correct one of them")
         rows = math.prod(rows_shape)  # Size.numel() would make a traced size constant
         tokens = as_int32(where, "block_tables", table).to(device).reshape(rows, self.top_k)

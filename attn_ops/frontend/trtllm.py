@@ -21,6 +21,7 @@ from attn_ops.frontend.arguments import (
     check_dtypes,
     given_tensor,
     layout,
+    not_scalar,
     output_dtype,
     own_backend,
     positive,
@@ -116,6 +117,7 @@ class _Decode(NamedTuple):
         check_dtypes(where, query, *caches)
         name, indptr = self.cu_rows
         if indptr is None:
+            not_scalar(where, query=query)
             q_len = 1 if self.q_len_per_req is None else self.q_len_per_req
             positive(where, q_len_per_req=q_len)
             rows = query_row_offsets(where, query.shape[0], table.shape[0], q_len, device)
@@ -149,8 +151,8 @@ class _Decode(NamedTuple):
         caches = paged(where, self.kv_cache, layout(where, self.kv_layout), may_be_shared=True)
         tables = HeadTables.of(where, caches, self.block_tables, self.kv_layout, query.device)
         if query.shape[1] % tables.num_kv_heads:
-            expected = f"a multiple of the {tables.num_kv_heads} KV heads"
-            fail(ShapeError, where, f"query has {query.shape[1]} heads", expected, "correct it")
+            expected = f"a multiple of the {int(tables.num_kv_heads)} KV heads"
+            fail(ShapeError, where, f"query has {int(query.shape[1])} heads", expected, "correct it")
         by_head = self.block_tables.shape[:2]
         if not agree(given_tensor(where, "seq_lens", self.seq_lens, query.device).shape, by_head):
             shown, expected = f"seq_lens is {shape_of(self.seq_lens)}", f"{shape_of(by_head)}, as block_tables"
@@ -398,8 +400,8 @@ def trtllm_batch_context_with_kv_cache(
         fail(
             ShapeError,
             where,
-            f"batch_size is {batch_size}",
-            f"{tables.shape[0]}, the rows of block_tables",
+            f"batch_size is {int(batch_size)}",
+            f"{int(tables.shape[0])}, the rows of block_tables",
             "correct it",
         )
     return block_table_call(

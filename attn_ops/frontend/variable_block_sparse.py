@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import optional_flags
-from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
+from attn_ops.errors import DTypeError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import DType, DTypes, attention_options, positive, ranked
 from attn_ops.frontend.outputs import OutputSpec, check_buffer
 from attn_ops.frontend.paged import forward_changes
@@ -18,7 +18,9 @@ from attn_ops.frontend.prepared_plan import PreparedPlan, committing
 from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.sparse_base import SparseWrapper, check_encoding, fitted_table
 from attn_ops.plan.block_sparse import check_sizes, divide_rows, offsets_of, query_offsets
+from attn_ops.plan.page_table import as_int32
 from attn_ops.plan.page_table_checks import INTEGERS
+from attn_ops.plan.state import INT32_MAX
 from attn_ops.sparse_planner import fold_heads, unfold_heads
 from attn_ops.typed import typed
 
@@ -69,6 +71,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
 
         Raises:
             ShapeError, OptionError, DTypeError: shapes, sizes, options or dtypes are wrong.
+            PageTableError: a size does not fit int32.
         """
         where = f"{self._name}.plan"
         ranked(where, "block_mask_map", block_mask_map, "[num_kv_heads, block rows, block columns]")
@@ -83,8 +86,8 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         if heads != num_kv_heads or num_qo_heads % num_kv_heads:
             what = f"num_qo_heads is {num_qo_heads}, num_kv_heads {num_kv_heads} and the maps are of {heads} heads"
             fail(ShapeError, where, what, "a map for each KV head, and a multiple of it in query heads", "correct them")
-        num_rows = check_sizes(where, "block_row_sz", block_row_sz, None)
-        num_keys = check_sizes(where, "block_col_sz", block_col_sz, None)
+        num_rows = _sum(where, "block_row_sz", block_row_sz)
+        num_keys = _sum(where, "block_col_sz", block_col_sz)
         if not (num_rows and num_keys):
             what = f"the blocks have {num_rows} rows and {num_keys} keys"
             fail(ShapeError, where, what, "at least 1 of both", "pass the sizes of all blocks")
@@ -207,6 +210,15 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             unfolded = unfold_heads(x, kv_heads)
             by_head.append((unfolded if buffer is None else buffer.copy_(unfolded)).flatten(0, 1))
         return tuple(by_head) if return_lse else by_head[0]
+
+
+def _sum(where: str, name: str, sizes: Tensor) -> int:
+    """The sum of ``sizes [maps, blocks]``, which must be the same for every map, and an int32 as plans have."""
+    host = as_int32(where, name, sizes.cpu())
+    total = check_sizes(where, name, host, None)
+    if total > INT32_MAX:
+        fail(OptionError, where, f"the sum of {name} is {total}", f"at most {INT32_MAX}, an int32", "change it")
+    return total
 
 
 def _by_head(

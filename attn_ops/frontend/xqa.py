@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_ops.argument_checks import integers
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
-from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
+from attn_ops.frontend.arguments import as_sinks, layout, not_scalar, ranked, refuse, required
 from attn_ops.frontend.block_tables import TableNames, block_table, query_row_offsets
 from attn_ops.frontend.kv_cache import paged, paged_sizes
 from attn_ops.frontend.masks import check_tree_mask, most_rows
@@ -24,10 +24,10 @@ def _rows(where: str, q: Tensor, q_seq_len: int) -> tuple[Tensor, int]:
     """q as ``[rows, num_qo_heads, head_dim]``, and the query rows of each request."""
     integers(where, q_seq_len=q_seq_len)
     if q.dim() in (4, 5) and q.shape[1] != 1:
-        fail(ShapeError, where, f"q has a beam of {q.shape[1]}", "1", "pass [batch, 1, ...]")
+        fail(ShapeError, where, f"q has a beam of {int(q.shape[1])}", "1", "pass [batch, 1, ...]")
     if q.dim() == 5:
         if q_seq_len not in (1, q.shape[2]):
-            fail(ShapeError, where, f"q_seq_len is {q_seq_len}", f"{q.shape[2]} as q has", "correct one")
+            fail(ShapeError, where, f"q_seq_len is {int(q_seq_len)}", f"{int(q.shape[2])} as q has", "correct one")
         return q.flatten(0, 2), q.shape[2]
     if q.dim() == 4:
         return q.flatten(0, 1), q_seq_len
@@ -49,7 +49,7 @@ def _agree(where: str, **pairs: tuple[int | None, int]) -> None:
             continue
         integers(where, **{name: given})
         if given != actual:
-            fail(ShapeError, where, f"{name} is {given}", f"{actual} as the tensors have", "correct one")
+            fail(ShapeError, where, f"{name} is {int(given)}", f"{int(actual)} as the tensors have", "correct one")
 
 
 @typed
@@ -100,6 +100,7 @@ def xqa(
     where = "xqa"
     refuse(where, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     required(where, k_cache=k_cache, v_cache=v_cache)
+    not_scalar(where, q=q, v_cache=v_cache)
     kv_layout = layout(where, kv_layout)
     k = paged(where, k_cache, kv_layout)[0] if k_cache.dim() == 5 else k_cache
     v = paged(where, v_cache, kv_layout)[1] if v_cache.dim() == 5 else v_cache
@@ -187,12 +188,14 @@ def xqa_mla(
     """
     where = "xqa_mla"
     required(where, k_cache=k_cache, v_cache=v_cache)
+    not_scalar(where, k_cache=k_cache, v_cache=v_cache)
     ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else MLA_DIMS[0]
     keys, values = (_latent_pages(where, *given, page_size) for given in (("k_cache", k_cache), ("v_cache", v_cache)))
     if keys.shape[2] <= ckv:
-        fail(ShapeError, where, f"k_cache is {shape_of(k_cache)}", f"[pages, page_size, {ckv} + kpe]", "reshape it")
+        expected = f"[pages, page_size, {int(ckv)} + kpe]"
+        fail(ShapeError, where, f"k_cache is {shape_of(k_cache)}", expected, "reshape it")
     if not agree(values.shape[:2], keys.shape[:2]):
-        expected = f"[{keys.shape[0]}, {keys.shape[1]}, {ckv}], the pages of k_cache"
+        expected = f"{shape_of([*keys.shape[:2], ckv])}, the pages of k_cache"
         fail(ShapeError, where, f"v_cache is {shape_of(v_cache)}", expected, "correct it")
     _agree(where, page_size=(page_size, keys.shape[1]))
     flat, q_len = _rows(where, q, 1)

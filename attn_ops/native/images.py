@@ -7,7 +7,6 @@ The table is what ``launcher.h`` reads. :mod:`attn_ops.kernels.triton.image` mak
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attn_ops.eager.extension import extension
 from attn_ops.errors import BackendError, fail
 
 FOLDER = Path(__file__).parent
@@ -116,11 +116,10 @@ class Image(NamedTuple):
 
 def load(image: Image, device: int) -> Any:
     """The image of an eager kernel in the extension module, loaded on a GPU."""
-    native = importlib.import_module("attn_ops.native._C")
-    maps = tuple(tuple(m) for m in image.maps)
+    maps = tuple((m.tensor, m.type, m.swizzle, m.element_bytes, m.box) for m in image.maps)
     parameters = tuple((KINDS.index(p.kind), p.slot, p.name) for p in image.parameters)
     settings = image.compute_capability, image.threads, image.shared_bytes, image.pdl, image.cluster
-    loaded = native.Image(image.function, image.function, image.cubin, *settings, maps, parameters)
+    loaded = extension.Image(image.function, image.function, image.cubin, *settings, maps, parameters)
     loaded.load(device)
     return loaded
 

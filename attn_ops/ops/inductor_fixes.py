@@ -40,8 +40,11 @@ def _fix_as_strided() -> None:
         """The storage offset of the graph's input that ``x`` is, or is a view of."""
         while x is not None and not isinstance(x, ir.InputBuffer):
             x = getattr(x, "data", None)
-        inputs = V.graph.module.graph.find_nodes(op="placeholder") if x is not None else ()
-        found = [node.meta["val"] for node in inputs if V.graph.qualify_name(node.target) == x.get_name()]
+        if x is None:
+            return 0
+        graph: Any = V.graph
+        inputs = graph.module.graph.find_nodes(op="placeholder")
+        found = [node.meta["val"] for node in inputs if graph.qualify_name(node.target) == x.get_name()]
         offset = found[0].storage_offset() if found else 0
         return offset.node.expr if isinstance(offset, torch.SymInt) else offset
 

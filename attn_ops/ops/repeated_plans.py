@@ -21,8 +21,13 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 SHARED_OPS = (
-    *("plan_decode", "plan_prefill", "page_table", "shard_page_table", "block_sparse_table"),
-    *("batch_indices_positions", "seq_lens"),
+    "plan_decode",
+    "plan_prefill",
+    "page_table",
+    "shard_page_table",
+    "block_sparse_table",
+    "batch_indices_positions",
+    "seq_lens",
 )
 """Ops whose repeated nodes share a result: integer work on lengths, the same in every layer."""
 

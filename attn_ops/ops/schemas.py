@@ -1,4 +1,4 @@
-"""Every op's schema: the library's contract with the dispatcher, the exporter and C++ callers.
+"""The schema of every public op: the library's contract with the dispatcher, the exporter and C++ callers.
 
 A schema changes only with a line in CHANGELOG.md; ``tests/ops/test_schemas.py`` holds the snapshot.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attn_ops.eager.extension import is_available, unavailable_reason
 from attn_ops.gpu import ALIGNMENT, compute_capability
 from attn_ops.ops.cuda_kernels import (
     CUDA_DECODE_HEAD_DIMS,
@@ -72,8 +73,18 @@ TRITON_COPIES = frozenset({"append_kv", "append_mla_kv"})
 
 TRITON_OPTIONS = frozenset(
     {
-        *("sm_scale", "logits_soft_cap", "window_left", "window_right", "causal", "mask", "sinks", "kv_scale"),
-        *("pos_encoding", "rope_scale", "rope_theta", "out_dtype"),
+        "sm_scale",
+        "logits_soft_cap",
+        "window_left",
+        "window_right",
+        "causal",
+        "mask",
+        "sinks",
+        "kv_scale",
+        "pos_encoding",
+        "rope_scale",
+        "rope_theta",
+        "out_dtype",
     }
 )
 """Options that the general Triton kernels implement, also over the keys of one rank."""
@@ -104,7 +115,13 @@ UNJOINABLE = "keys and values have too many elements for pages and heads in one 
 
 CUDA_MLA_OPTIONS = frozenset({"sm_scale", "causal", "out_dtype"})
 CUDA_PREFILL_OPTIONS = CUDA_MLA_OPTIONS | {
-    *("logits_soft_cap", "window_left", "window_right", "mask", "sinks", "rope_scale", "rope_theta"),
+    "logits_soft_cap",
+    "window_left",
+    "window_right",
+    "mask",
+    "sinks",
+    "rope_scale",
+    "rope_theta",
 }
 CUDA_DECODE_OPTIONS = CUDA_PREFILL_OPTIONS - {"window_right", "mask"} | {"kv_scale"}
 """Options that the CUDA kernels implement; those of RoPE have no effect without ``pos_encoding``."""
@@ -223,9 +240,8 @@ def kernel_unavailable(module: str, *keys: Hashable) -> str:
 
     Kernels that are not cached are compiled.
     """
-    native = importlib.import_module("attn_ops.eager.captured_call")
-    if not native.is_available():
-        return f"the launcher is missing ({native.NATIVE_REASON})"
+    if not is_available():
+        return f"the launcher is missing ({unavailable_reason}; install with a C++ compiler)"
     kernels, compiler = (importlib.import_module(f"attn_ops.kernels.cuda.{name}") for name in (module, "compile"))
     reason: str = compiler.unavailable_reason(*(kernels.SPECIALIZATIONS[key] for key in keys))
     return reason

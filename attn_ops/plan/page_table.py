@@ -20,7 +20,7 @@ def real(t: Tensor) -> bool:
 
 
 def seen(t: Tensor) -> bool:
-    """Whether the contents of ``t`` can be read without synchronising with a device."""
+    """Whether the contents of ``t`` can be read without synchronizing with a device."""
     return real(t) and t.device.type == "cpu"
 
 
@@ -116,7 +116,7 @@ class PageTable(NamedTuple):
     def bounded(self) -> tuple[PageTable, BatchSize]:
         """The page table and the largest batch size that its shapes allow, for one query row per request.
 
-        Reads no contents, so it does not synchronise.
+        Reads no contents, so it does not synchronize.
         """
         assert self.kv_indices is not None
         batch, pages = self.kv_indptr.shape[0] - 1, self.kv_indices.shape[0]
@@ -188,7 +188,7 @@ def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: 
             ShapeError,
             where,
             f"{name} is {shape_of(indptr)}",
-            f"[{batch + 1}], for the {batch} requests of the batch",
+            f"{shape_of([batch + 1])}, for the {int(batch)} requests of the batch",
             "make the two agree",
         )
     if seen(t):

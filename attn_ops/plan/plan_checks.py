@@ -1,6 +1,6 @@
 """Checks of plans: their fields fit together, and their capacities fit the int32 arithmetic of the kernels.
 
-Only sizes are read, which the host knows: no check synchronises.
+Only sizes are read, which the host knows: no check synchronizes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_groups(where: str, num_qo_heads: int, num_kv_heads: int, fix: str = "r
         fail(
             ShapeError,
             where,
-            f"{num_qo_heads} query heads do not share {num_kv_heads} KV heads evenly",
+            f"{int(num_qo_heads)} query heads do not share {int(num_kv_heads)} KV heads evenly",
             "a query head count that is a multiple of the KV head count, both at least 1",
             fix,
         )

@@ -50,12 +50,18 @@ def kind(value: Any) -> str:
 
 def ignored() -> Page:
     """Arguments that are accepted and change no result."""
-    rows = [[code(name), reason] for name, reason in sorted(FLASHINFER.no_effect.items())]
-    return Page(table(["argument", "why it has no effect"], rows))
+    entries = [(name, "", reason) for name, reason in FLASHINFER.no_effect.items()]
+    entries += [
+        (name, function, reason)
+        for function, reasons in FLASHINFER.no_effect_in.items()
+        for name, reason in reasons.items()
+    ]
+    rows = [[code(name), code(function) if function else "", reason] for name, function, reason in sorted(entries)]
+    return Page(table(["argument", "only in", "why it has no effect"], rows))
 
 
 def refused() -> Page:
-    """Arguments that raise, since honouring them would change the result."""
+    """Arguments that raise, since honoring them would change the result."""
     rows = [
         [code(name), ", ".join(code(repr(value)) for value in (None, *neutral)), reason]
         for name, (neutral, reason) in sorted(FLASHINFER.unsupported.items())

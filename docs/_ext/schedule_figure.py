@@ -134,9 +134,13 @@ def prefill() -> Figure:
     return Figure(
         "Prefill on Hopper: mainloop",
         (
-            *("producer K, 1 warp", "producer V, 1 warp", "producer Q, 2 warps"),
-            *("consumer 0, tensor cores", "consumer 0, softmax"),
-            *("consumer 1, tensor cores", "consumer 1, softmax"),
+            "producer K, 1 warp",
+            "producer V, 1 warp",
+            "producer Q, 2 warps",
+            "consumer 0, tensor cores",
+            "consumer 0, softmax",
+            "consumer 1, tensor cores",
+            "consumer 1, softmax",
         ),
         tuple(bars),
         signals,
@@ -181,8 +185,11 @@ def mla() -> Figure:
     return Figure(
         "MLA decode on Hopper: mainloop",
         (
-            *("producer KV, 1 warp", "consumer 0, tensor cores", "consumer 0, softmax"),
-            *("consumer 1, tensor cores", "consumer 1, softmax"),
+            "producer KV, 1 warp",
+            "consumer 0, tensor cores",
+            "consumer 0, softmax",
+            "consumer 1, tensor cores",
+            "consumer 1, softmax",
         ),
         bars,
         signals,

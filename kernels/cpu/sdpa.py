@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.captured_call import _C, View
+from attn_ops.eager.captured_call import View
 from attn_ops.eager.checked_call import Bases
+from attn_ops.eager.extension import extension
 from attn_ops.kernels import reference
 from attn_ops.kernels.cpu import schedule
 from attn_ops.kernels.cpu.readers import Reader
@@ -50,7 +51,7 @@ BFLOAT16_ROWS = 32 if getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: Fa
 faster to convert to float32.
 """
 
-IS_REGULAR = getattr(_C, "is_regular", lambda out, lse: None)
+IS_REGULAR = getattr(extension, "is_regular", lambda out, lse: None)
 
 MAX_READ = 1 << 16
 """Most elements of an output that one thread reads. For more elements PyTorch's reductions use several threads."""

@@ -21,8 +21,13 @@ MAX_REQUESTS, MAX_ITEMS = 2048, 65536
 """Capacities of the largest plan, which fits in shared memory. The Triton kernel writes larger ones."""
 
 _WRITES = (
-    *("plan_qo_indptr", "plan_kv_indptr", "plan_kv_indices", "plan_kv_len"),
-    *("work", "split_tiles", "queue"),
+    "plan_qo_indptr",
+    "plan_kv_indptr",
+    "plan_kv_indices",
+    "plan_kv_len",
+    "work",
+    "split_tiles",
+    "queue",
 )
 
 PLAN_PREFILL = Kernel(
@@ -39,8 +44,15 @@ PLAN_PREFILL = Kernel(
 )
 
 CONSTANTS = (
-    *("KV_BLOCK", "LENGTH_BUCKETS", "SPLIT_CANDIDATES", "MIN_SPLIT_BLOCKS", "BALANCE_WAVES"),
-    *("BLOCK_COST", "ITEM_COST", "COMBINE_COST", "MAX_COST"),
+    "KV_BLOCK",
+    "LENGTH_BUCKETS",
+    "SPLIT_CANDIDATES",
+    "MIN_SPLIT_BLOCKS",
+    "BALANCE_WAVES",
+    "BLOCK_COST",
+    "ITEM_COST",
+    "COMBINE_COST",
+    "MAX_COST",
 )
 """Constants of :mod:`attn_ops.plan.state`, which are macros of these names."""
 

@@ -24,14 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attn_ops.plan.page_table import kv_lengths
-from attn_ops.plan.sizing import (
-    ctas_of_tile,
-    fixed_split_counts,
-    planned_cluster_splits,
-    query_tiles,
-    tiles_per_wave,
-    tokens_before,
-)
+from attn_ops.plan.query_tiles import fixed_split_counts, query_tiles, tokens_before
+from attn_ops.plan.sizing import ctas_of_tile, planned_cluster_splits, tiles_per_wave
 from attn_ops.plan.state import (
     BALANCE_WAVES,
     BLOCK_COST,

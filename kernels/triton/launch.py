@@ -35,7 +35,8 @@ from triton.runtime.jit import JITFunction
 
 from attn_ops.eager import launches
 from attn_ops.eager.bounded_cache import BoundedCache
-from attn_ops.eager.captured_call import Launch, is_available
+from attn_ops.eager.captured_call import Launch
+from attn_ops.eager.extension import is_available
 from attn_ops.eager.startup import wait_until_prepared
 from attn_ops.gpu import ALIGNMENT, ALIGNMENT_MASK, compute_capability
 from attn_ops.kernels.triton import image

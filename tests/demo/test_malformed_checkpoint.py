@@ -127,8 +127,17 @@ JSON = st.recursive(
 )
 KEYS = (
     *SIZES,
-    *("head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-    *("sliding_window", "layer_types", "max_window_layers", "use_sliding_window", "tie_word_embeddings"),
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "sliding_window",
+    "layer_types",
+    "max_window_layers",
+    "use_sliding_window",
+    "tie_word_embeddings",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -91,12 +92,12 @@ def test_sizes_of_prefill_tiles_are_those_of_the_kernel() -> None:
 
 
 def module_state(tree: ast.Module) -> Iterator[str]:
-    """Cached functions, and module variables that begin empty or belong to a thread."""
+    """Cached functions, libraries of ops, and module variables that begin empty or belong to a thread."""
     thread_local = {
         node.name for node in tree.body if isinstance(node, ast.ClassDef) and "local" in map(name_of, node.bases)
     }
     containers = {"WeakValueDictionary", "WeakKeyDictionary", "ContextVar", "local", "dict", "list", "set"}
-    containers |= {"BoundedCache"}
+    containers |= {"BoundedCache", "Library"}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and {"cache", "lru_cache"} & set(map(name_of, node.decorator_list)):
             yield node.name
@@ -112,33 +113,43 @@ def module_state(tree: ast.Module) -> Iterator[str]:
             yield target.id
 
 
-def test_caches_and_module_state_are_listed() -> None:
+Place = tuple[str, str]
+"""A file and a name in it."""
+
+
+def listed_places() -> tuple[set[Place], set[Place]]:
+    """The names of the column "where" with the files that follow them, and the last names with the file before them."""
     section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Caches and module state")[2]
-    listed = set(re.findall(r"`(\w+)`", section))
+    followed: set[Place] = set()
+    last: set[Place] = set()
+    for row in re.findall(r"^\| .* \|$", section, re.MULTILINE)[1:]:
+        for part in row.split(" | ")[1].split("; "):
+            words = re.findall(r"`([\w./]+)(?:\(\))?`", part)
+            runs = [list(run) for _, run in itertools.groupby(words, lambda word: "/" in word)]
+            for names, files in itertools.pairwise(runs):
+                if "/" in files[0]:
+                    followed |= set(itertools.product(files, names))
+            if len(runs) > 1 and "/" not in runs[-1][0]:
+                last |= {(runs[-2][-1], name) for name in runs[-1]}
+    return followed, last
+
+
+def test_caches_and_module_state_are_listed() -> None:
     found = {
-        f"{path.relative_to(ROOT)}: {name}"
+        (str(path.relative_to(ROOT)), name)
         for folder in ("attn_ops", "kernels", "meta")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if "demo" not in path.parts
         for name in module_state(ast.parse(path.read_text(encoding="utf-8")))
     }
+    followed, last = listed_places()
     assert len(found) > 10
-    assert not sorted(entry for entry in found if entry.partition(": ")[2] not in listed)
+    assert not sorted(found - followed - last)
 
 
 def test_listed_caches_and_module_state_exist() -> None:
-    """Each name of the column "where" occurs in the file that follows it."""
-    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Caches and module state")[2]
-    named = set()
-    for row in re.findall(r"^\| .* \|$", section, re.MULTILINE)[1:]:
-        for part in row.split(" | ")[1].split("; "):
-            names: list[str] = []
-            for word in re.findall(r"`([\w./]+)(?:\(\))?`", part):
-                if "/" in word:
-                    named |= {(word, name) for name in names}
-                    names = []
-                else:
-                    names.append(word)
-    assert len(named) > 40
-    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in named}
-    assert not sorted((file, word) for file, word in named if not re.search(rf"\b{re.escape(word)}\b", texts[file]))
+    """Each name of the column "where" occurs in the files that follow it."""
+    followed, _ = listed_places()
+    assert len(followed) > 40
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in followed}
+    assert not sorted((file, word) for file, word in followed if not re.search(rf"\b{re.escape(word)}\b", texts[file]))

@@ -11,8 +11,9 @@ from helpers import fake_driver as f
 from helpers.fake_driver import FakeDriver
 from torch import Tensor
 
-from attn_ops.eager import captured_call, launches, op_cache, op_call
+from attn_ops.eager import launches, op_cache, op_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.extension import extension
 from attn_ops.eager.op_cache import OpCache
 from attn_ops.eager.op_call import Lookup, OpCall
 from attn_ops.eager.prepared_call import prepared_function
@@ -270,10 +271,10 @@ def test_a_call_with_a_lookup_is_not_replayed_into_a_buffer(op: Any, fake_driver
 
 @pytest.mark.parametrize("given", [[], (1,), (torch.zeros(1),) * 65, ()])
 def test_arguments_of_a_call_on_tensors_are_checked(given: Any) -> None:
-    call = captured_call._C.PreparedCall((), ((0, 0),), (), True)
+    call = extension.PreparedCall((), ((0, 0),), (), True)
     with pytest.raises((TypeError, IndexError)):
         call.call(given)
-    writes = captured_call._C.PreparedCall((), (), (0,), True)
+    writes = extension.PreparedCall((), (), (0,), True)
     with pytest.raises(TypeError, match="writes to arguments"):
         writes.call((torch.zeros(1),))
 

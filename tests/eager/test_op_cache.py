@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_ops.eager import captured_call, op_cache, op_call
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import CapturedCall
+from attn_ops.eager.extension import extension
 from attn_ops.eager.op_cache import OpCache
 from attn_ops.gpu import ALIGNMENT
 
@@ -336,7 +337,7 @@ def test_an_error_is_raised_and_nothing_inserted() -> None:
 
 
 def test_without_the_module_every_call_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_cache, "_C", None)
+    monkeypatch.setattr(op_cache, "extension", None)
     cache = OpCache("merge_state", f.unchecked, lambda args, kwargs: ((args, kwargs), None))
     assert [cache.op(1, scale=2) for _ in range(2)] == [((1,), {"scale": 2})] * 2
 
@@ -365,4 +366,4 @@ IMAGE_ROW = ("k", "k", b"", 90, 128, 0, False, (1, 1, 1))
 )
 def test_the_module_refuses_what_does_not_fit(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        make(captured_call._C, f.load())
+        make(extension, f.load())

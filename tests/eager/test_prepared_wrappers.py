@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attn_ops
-from attn_ops.eager import captured_call
+from attn_ops.eager.extension import is_available, unavailable_reason
 from attn_ops.frontend.call import AttentionCall
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -84,7 +84,7 @@ def _mla() -> tuple[Any, Callable[..., Any], Callable[[], Any]]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An entry for each run that was no replay."""
-    assert captured_call.is_available(), captured_call.NATIVE_REASON
+    assert is_available(), unavailable_reason
     executed: list[str] = []
     resolve = AttentionCall._resolve
 

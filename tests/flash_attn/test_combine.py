@@ -63,6 +63,8 @@ def test_wrong_shapes_and_dtypes() -> None:
     outs, lses, _ = partial()
     with pytest.raises(errors.ShapeError, match=r"lse_partial is \[4, 2, 4, 5\]; expected \[4, 2, 5, 4\]"):
         flash_attn_combine(outs, lses.transpose(-1, -2))
+    with pytest.raises(errors.DTypeError, match="lse_partial is complex64; expected a tensor of real numbers; convert"):
+        flash_attn_combine(outs, lses.to(torch.complex64))
     with pytest.raises(errors.OptionError, match="sets is 0; expected at least 1"):
         flash_attn_combine(outs[:0], lses[:0])
     with pytest.raises(errors.ShapeError, match="out_partial is"):

@@ -156,3 +156,6 @@ def test_other_shapes() -> None:
                 call()
     with pytest.raises(errors.ShapeError, match="3 query heads do not share 2 KV heads evenly"):
         flash_attn_func(q[:, :, :3], k, v, **SCALES)
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager", dynamic=True)
+    with pytest.raises(Exception, match=r"\[2, 2\]; expected one value, or \[3, 2\]: one per request and KV head"):
+        compiled(q, k, v, q_descale=torch.ones(2, 2, device=DEVICE))

@@ -14,8 +14,9 @@ from helpers.flash_requests import DenseCache, check_dense, check_varlen, dense,
 from helpers.wrapper_requests import DEVICE, Requests
 from torch import Tensor
 
-from attn_ops.eager import captured_call, op_cache
+from attn_ops.eager import op_cache
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.extension import is_available, unavailable_reason
 from attn_ops.eager.op_cache import OpCache
 from attn_ops.eager.op_call import flatten_tensors
 from attn_ops.flash_attn import (
@@ -47,8 +48,8 @@ class Replays:
 @pytest.fixture
 def replays(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Replays:
     """Tensors say that they are on CUDA. Each op of ``OPS`` launches a kernel on its query and its last tensor."""
-    if not captured_call.is_available():
-        pytest.skip(captured_call.NATIVE_REASON)
+    if not is_available():
+        pytest.skip(unavailable_reason)
     if DEVICE == "cuda":
         pytest.skip("tensors on the CPU stand for those of a GPU")
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)

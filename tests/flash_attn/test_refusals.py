@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from typing import Any
 
 import numpy as np
@@ -291,6 +292,34 @@ def test_positions_beyond_the_rotary_tables() -> None:
 def test_sizes_beyond_int32(name: str) -> None:
     with pytest.raises(errors.AttnOpsError, match=f"{1 << 40}|{2 << 40}"):
         get_scheduler_metadata(**{**ordinary_calls()["get_scheduler_metadata"], name: 1 << 40})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads_q": 1 << 40}, f"num_heads_q is {1 << 40}; expected at most 2147483647, an int32; change it"),
+        ({"cache_seqlens": torch.ones(3)}, "cache_seqlens is [3]; expected [2], one per request; correct it"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_metadata_in_a_graph(options: dict[str, Any], message: str) -> None:
+    """The messages have numbers for symbolic sizes."""
+    given, message = {**ordinary_calls()["get_scheduler_metadata"], **options}, f"get_scheduler_metadata: {message}"
+    with pytest.raises(errors.AttnOpsError, match=re.escape(message)):
+        get_scheduler_metadata(**given)
+    compiled = torch.compile(get_scheduler_metadata, fullgraph=True, backend="aot_eager", dynamic=True)
+    with pytest.raises(Exception, match=re.escape(message)):
+        compiled(**given)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_with_kvcache"])
+def test_a_latent_query_without_dimensions(name: str) -> None:
+    (q, k, v), call = dense(2, 3, 9, heads=(4, 1)), FUNCTIONS[name]
+    message = f"{name}: qv is a tensor without dimensions; expected the dimensions that the documentation names; resh"
+    with pytest.raises(errors.ShapeError, match=f"^{message}"):
+        call(q, k, v, qv=q[0, 0, 0, 0])
+    with pytest.raises(Exception, match=message):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, qv=q[0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("form", [None, torch.empty(0), torch.empty(0, 2, 2)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 from helpers.surfaces import ELSEWHERE, SURFACES
 from helpers.surfaces.base import Raises, Surface
-from helpers.surfaces.without_effect import NO_EFFECT_HERE
 from helpers.wrapper_requests import DEVICE
 
+import attn_ops
 from attn_ops import errors, exports
 from attn_ops.policy import FLASHINFER
 
@@ -143,7 +144,7 @@ def test_a_parameter_has_an_effect_or_is_listed(surface: Surface, stage: str, na
             assert effect.abs().sum() > 0, f"{name} is not filled"
         else:
             assert not same(result, of(base, surface)), f"{name} changes nothing"
-    elif f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE or name in FLASHINFER.no_effect:
+    elif surface.has_no_effect(stage, name) or name in FLASHINFER.no_effect:
         result = surface.outcome(stage, **{name: True if name in FLAGS else object()})
         assert same(result, of(base, surface), name in ROUNDING), f"{name} is not ignored"
     elif name in FLASHINFER.unsupported:
@@ -187,4 +188,11 @@ def test_the_tests_that_tables_name_exist() -> None:
 def test_tables_do_not_overlap() -> None:
     assert not FLASHINFER.no_effect.keys() & FLASHINFER.unsupported.keys()
     assert all(reason for reason in FLASHINFER.no_effect.values())
+    assert all(reason for reasons in FLASHINFER.no_effect_in.values() for reason in reasons.values())
     assert all(reason for _, reason in FLASHINFER.unsupported.values())
+
+
+@pytest.mark.parametrize("function", FLASHINFER.no_effect_in)
+def test_arguments_without_effect_in_one_function_are_its_parameters(function: str) -> None:
+    parameters_of = inspect.signature(operator.attrgetter(function)(attn_ops)).parameters
+    assert FLASHINFER.no_effect_in[function].keys() <= parameters_of.keys()

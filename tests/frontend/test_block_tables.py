@@ -309,7 +309,7 @@ def test_cudnn_offsets_in_elements_of_views() -> None:
         actual_seq_lens_q=torch.tensor(r.qo_lens, device=DEVICE),
         actual_seq_lens_kv=r.seq_lens,
         batch_offsets_q=r.qo_indptr * strides[0],
-        batch_offsets_o=r.qo_indptr * 4 * 64,
+        batch_offsets_o=(r.qo_indptr * 4 * 64).view(-1, 1, 1, 1),
         batch_offsets_k=r.kv_indptr * strides[1],
         batch_offsets_v=r.kv_indptr * strides[2],
         **options,
@@ -359,6 +359,7 @@ def test_cudnn_decode() -> None:
         actual_seq_lens_kv=r.seq_lens.view(-1, 1, 1, 1),
         block_tables=r.block_tables(),
         batch_offsets_q=torch.arange(5) * 256,
+        batch_offsets_o=torch.arange(4) * 256,
         return_lse=True,
     )
     r.expected().check(out, lse)

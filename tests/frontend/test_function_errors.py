@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,6 +77,19 @@ def cudnn(q: torch.Tensor = H.q, keys: int = 212, **changes: Any) -> Any:
     )
 
 
+def cudnn_decode(offsets: torch.Tensor) -> Any:
+    return flashinfer.cudnn_batch_decode_with_kv_cache(
+        R.q,
+        *Requests(kv_layout="HND").cache(),
+        0.1,
+        None,
+        max_sequence_kv=130,
+        actual_seq_lens_kv=R.seq_lens,
+        block_tables=R.block_tables(),
+        batch_offsets_q=offsets,
+    )
+
+
 def decoding(tables: Any, lens: Any = LENS, kv_heads: int | None = None, **changes: Any) -> Any:
     pages = cache(kv_heads)
     return flashinfer.trtllm_batch_decode_with_kv_cache(R.q, pages, workspace(), tables, lens, 130, **changes)
@@ -131,6 +146,11 @@ CASES: dict[str, Case] = {
         lambda: decoding(TABLES, sinks=torch.zeros(4, device="meta")),
         errors.DeviceError,
         f"sinks is on meta, without contents; expected {R.q.device}, where the query is",
+    ),
+    "sparse sinks": (
+        lambda: decoding(TABLES, sinks=torch.ones(4, device=DEVICE).to_sparse()),
+        errors.ArgumentError,
+        "sinks is sparse_coo; expected a strided tensor; pass sinks.to_dense()",
     ),
     "no causal, and no workspace, which is not needed": (
         lambda: flashinfer.trtllm_batch_context_with_kv_cache(
@@ -437,6 +457,33 @@ CASES: dict[str, Case] = {
         "batch_offsets_k falls from 0 to -70 at request 0",
     ),
     **{
+        f"offsets of {offsets.dtype} of cudnn": (
+            lambda offsets=offsets: cudnn(batch_offsets_o=offsets),
+            errors.DTypeError,
+            f"batch_offsets_o is {errors.dtype_name(offsets.dtype)}; expected int32 or int64; convert it",
+        )
+        for offsets in (
+            (QO * 256).to(dtype) for dtype in (torch.float64, torch.complex64, torch.float8_e5m2, torch.bool)
+        )
+    },
+    **{
+        f"offsets {list(offsets.shape)} of cudnn": (
+            lambda name=name, offsets=offsets: cudnn(**{name: offsets}),
+            errors.ShapeError,
+            f"{name} is {list(offsets.shape)}; expected [5], for the 4 requests of the batch; make the two agree",
+        )
+        for name, offsets in (
+            ("batch_offsets_q", QO[0]),
+            ("batch_offsets_k", QO[:0]),
+            ("batch_offsets_v", KV[:-1] * 128),
+        )
+    },
+    "offsets of one request of cudnn": (
+        lambda: cudnn_decode(QO[:1]),
+        errors.ShapeError,
+        "batch_offsets_q is [1]; expected [4] or [5], for the 4 requests of the batch; make the two agree",
+    ),
+    **{
         f"rank of the query of {call.__name__}": (
             lambda call=call, q=q: call(q.flatten(1)),
             errors.ShapeError,
@@ -461,16 +508,7 @@ CASES: dict[str, Case] = {
         "num_kv_heads is 4; expected 2 as the tensors have",
     ),
     "gaps": (
-        lambda: flashinfer.cudnn_batch_decode_with_kv_cache(
-            R.q,
-            *Requests(kv_layout="HND").cache(),
-            0.1,
-            None,
-            max_sequence_kv=130,
-            actual_seq_lens_kv=R.seq_lens,
-            block_tables=R.block_tables(),
-            batch_offsets_q=torch.arange(5) * 300,
-        ),
+        lambda: cudnn_decode(torch.arange(5) * 300),
         errors.UnsupportedError,
         "batch_offsets_q leaves gaps between requests",
     ),
@@ -500,3 +538,68 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_call_raises(name: str) -> None:
     check_raises(CASES[name])
+
+
+LATENTS, SCALAR = empty(15, 16, 576), empty()
+OF_LATENTS = empty(4, 4, 576), LATENTS, LATENTS[..., :512], TABLES, R.seq_lens
+OF_PAGES = R.q, *R.cache(), TABLES, R.seq_lens
+
+TRACED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
+    "page size of xqa": (
+        flashinfer.xqa,
+        OF_PAGES,
+        {"page_size": 9},
+        "xqa: page_size is 9; expected 16 as the tensors have; correct one",
+    ),
+    "page size of xqa_mla": (
+        flashinfer.xqa_mla,
+        OF_LATENTS,
+        {"page_size": 9},
+        "xqa_mla: page_size is 9; expected 16 as the tensors have; correct one",
+    ),
+    "query of MLA": (
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla,
+        (OF_LATENTS[0], LATENTS, None, 128, 512, 64, TABLES, R.seq_lens, 130),
+        {},
+        "query is [4, 4, 576]; expected [batch, q_len, num_heads, 576]; reshape it",
+    ),
+    "batch of context": (
+        flashinfer.trtllm_batch_context_with_kv_cache,
+        (H.q, H.cache(), None, H.block_tables(), LENS, 40, 130, 0.1, 1.0, 5, QO, KV),
+        {},
+        "trtllm_batch_context_with_kv_cache: batch_size is 5; expected 4, the rows of block_tables; correct it",
+    ),
+    "offsets of cudnn": (
+        flashinfer.cudnn_batch_prefill_with_kv_cache,
+        (H.q, *H.ragged(), 0.1, None),
+        {
+            **{"max_token_per_sequence": 40, "max_sequence_kv": 130, "causal": True, "return_lse": False},
+            **{"actual_seq_lens_q": QO.diff(), "actual_seq_lens_kv": LENS, "batch_offsets_q": QO[:4] * 256},
+        },
+        "cudnn_batch_prefill_with_kv_cache: batch_offsets_q is [4]; expected [5], for the 4 requests of the batch; "
+        "make the two agree",
+    ),
+    **{
+        f"{name} of {function.__name__} without dimensions": (
+            function,
+            tuple(SCALAR if i == place else t for i, t in enumerate(tensors)),
+            {},
+            f"{function.__name__}: {name} is a tensor without dimensions; expected the dimensions that the "
+            f"documentation names; reshape {name}",
+        )
+        for function, tensors, place, name in (
+            (flashinfer.xqa, OF_PAGES, 0, "q"),
+            (flashinfer.xqa_mla, OF_LATENTS, 1, "k_cache"),
+            (flashinfer.xqa_mla, OF_LATENTS, 2, "v_cache"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_compiled_calls_have_the_messages_of_eager_calls(name: str) -> None:
+    """With numbers for symbolic sizes."""
+    function, args, kwargs, message = TRACED[name]
+    check_raises((lambda: function(*args, **kwargs), errors.ShapeError, message))
+    with pytest.raises(Exception, match=re.escape(message)):
+        torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)(*args, **kwargs)

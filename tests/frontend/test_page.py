@@ -43,6 +43,20 @@ def test_buffers_of_the_places_are_checked_before_they_are_filled() -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+def test_buffers_of_the_places_are_int32(traced: bool) -> None:
+    def call(indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, buffer: torch.Tensor) -> object:
+        return page.get_batch_indices_positions(indptr, seq_lens, nnz, buffer)
+
+    call = torch.compile(call, fullgraph=True, backend="eager", dynamic=True) if traced else call
+    for shape, dtype in (([4], "int64"), ([5], "int32")):
+        buffer = torch.zeros(shape, dtype=getattr(torch, dtype), device=DEVICE)
+        message = rf"batch_indices is {dtype} \{shape}; expected int32 \[4\]; pass such a buffer, or none"
+        with pytest.raises(Exception, match=message) as raised:
+            call(int32(0, 2, 4), int32(3, 2), 4, buffer)
+        assert traced or raised.type is errors.ArgumentError
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 def test_buffers_of_the_places_that_are_one_tensor_are_refused(traced: bool) -> None:
     indptr, seq_lens, buffer = int32(0, 2, 4), int32(3, 2), torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
 

@@ -311,6 +311,16 @@ PLAN_ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: _maps(block_row_sz=int32([4, 4], [4, 5])), errors.ShapeError, "the sums of block_row_sz are"),
     (lambda: _maps(block_col_sz=int32([4, 4])), errors.ShapeError, r"block_col_sz is \[1, 2\]; expected \[2, 2\]"),
     (lambda: _maps(block_row_sz=torch.ones(2, 2)), errors.DTypeError, "block_row_sz is float32"),
+    (
+        lambda: _maps(block_row_sz=torch.tensor([[4, 4], [3, 5]]) + (1 << 32)),
+        errors.PageTableError,
+        "VariableBlockSparseAttentionWrapper.plan: block_row_sz has a number beyond int32",
+    ),
+    (
+        lambda: _maps(block_col_sz=int32([1 << 30, 1 << 30], [1, (1 << 31) - 1])),
+        errors.OptionError,
+        "plan: the sum of block_col_sz is 2147483648; expected at most 2147483647, an int32",
+    ),
     (lambda: _maps(num_kv_heads=1), errors.ShapeError, "the maps are of 2 heads"),
     (lambda: _maps(pos_encoding_mode="ALIBI"), errors.UnsupportedError, "'ALIBI', which is not supported"),
     (

@@ -16,7 +16,6 @@ import attn_ops as flashinfer
 from attn_ops.policy import NO_EFFECT
 from helpers.surfaces import SURFACES, sparse
 from helpers.surfaces.base import D, P, Surface
-from helpers.surfaces.without_effect import NO_EFFECT_HERE
 from helpers.wrapper_requests import DEVICE, workspace
 
 
@@ -214,7 +213,7 @@ def _wrong(annotation: Any, base: Any) -> Iterator[Any]:
 
 def is_listed(surface: Surface, stage: str, name: str) -> bool:
     """Whether an argument is among those without effect, although it may have one in this call."""
-    return name in NO_EFFECT or f"{surface.name}.{stage}.{name}" in NO_EFFECT_HERE
+    return name in NO_EFFECT or surface.has_no_effect(stage, name)
 
 
 def parameters(surface: Surface) -> Iterator[tuple[str, str, Any]]:

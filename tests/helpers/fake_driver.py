@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_ops.eager import captured_call
 from attn_ops.eager.captured_call import Launch
+from attn_ops.eager.extension import extension, is_available, unavailable_reason
 from attn_ops.native import images
 from helpers.native_launcher import STREAM, FakeLibcuda
 
-needs_the_module = pytest.mark.skipif(not captured_call.is_available(), reason=captured_call.NATIVE_REASON)
+needs_the_module = pytest.mark.skipif(not is_available(), reason=unavailable_reason)
 
 SIGNATURE = {"a": "*fp32", "none": "constexpr", "out": "*fp32", "n": "i32", "scale": "fp32", "BLOCK": "constexpr"}
 SCALARS_AND_CONSTANTS = (7, 0.5, 16)
@@ -56,7 +56,7 @@ def fake_driver(fake_driver_library: FakeDriver, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     fake_driver_library.reset()
     fake_driver_library.sizes_of(PARAMETERS)
-    connect = captured_call._C.connect
+    connect = extension.connect
     connect(str(fake_driver_library.path))
     yield fake_driver_library
     connect(images.LIBCUDA)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from attn_ops.eager import captured_call
 from attn_ops.ops import backends, unsupported
 
 
@@ -23,7 +22,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return ""
 
     monkeypatch.setattr(compile_module, "unavailable_reason", unavailable_reason)
-    monkeypatch.setattr(captured_call, "is_available", lambda: True)
+    monkeypatch.setattr(unsupported, "is_available", lambda: True)
     monkeypatch.setattr(unsupported, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(unsupported, "triton_installed", lambda: True)
     backends.choose.cache_clear()

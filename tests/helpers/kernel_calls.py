@@ -92,12 +92,19 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 ATTENTION_ON_CUDA = (
-    *("prefill of 128", "prefill of 128, alternating warpgroups", "prefill of 128, FP8 cache"),
+    "prefill of 128",
+    "prefill of 128, alternating warpgroups",
+    "prefill of 128, FP8 cache",
     "prefill of 128, large batch",
     "prefill of 256, options",
-    *("ragged of 128", "ragged of 192/128", "single"),
-    *("MLA of 512 and 64", "MLA of 512 and 64, float16", "MLA of 512 and 64, few packed rows"),
-    *("MLA of 512 and 64, FP8 cache", "MLA of 512 and 64, FP8 cache, clusters"),
+    "ragged of 128",
+    "ragged of 192/128",
+    "single",
+    "MLA of 512 and 64",
+    "MLA of 512 and 64, float16",
+    "MLA of 512 and 64, few packed rows",
+    "MLA of 512 and 64, FP8 cache",
+    "MLA of 512 and 64, FP8 cache, clusters",
 )
 
 ON_CUDA: dict[str, tuple[str, dict[str, Any]]] = {

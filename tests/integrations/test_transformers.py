@@ -540,8 +540,11 @@ def test_arguments_of_a_layer_that_would_change_the_result(name: str) -> None:
 
 
 OTHERS = {
-    *("cu_seq_lens_q", "cu_seq_lens_k"),  # taken
-    *("position_ids", "max_length_q", "max_length_k"),  # what the lengths say too
+    "cu_seq_lens_q",  # taken
+    "cu_seq_lens_k",  # taken
+    "position_ids",  # what the lengths say too
+    "max_length_q",  # what the lengths say too
+    "max_length_k",  # what the lengths say too
     "deterministic",  # gradients
 }
 """Arguments that need not be parameters of ``attention_forward``."""

@@ -16,8 +16,9 @@ from helpers.transformers_models import TOLERANCE, generate, padded, tokens
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from attn_ops.eager import captured_call, op_cache
+from attn_ops.eager import op_cache
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
+from attn_ops.eager.extension import is_available, unavailable_reason
 from attn_ops.eager.op_cache import OpCache
 from attn_ops.eager.op_call import flatten_tensors
 from attn_ops.frontend import shared_plans
@@ -99,8 +100,8 @@ def test_a_mask_without_padding_reads_one_number() -> None:
 def steps(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """``steps(call)``: runs of the body of a function of FlashAttention, and launches of prepared calls. Tensors say
     that they are on CUDA, where ``batch_decode`` launches a kernel."""
-    if not captured_call.is_available():
-        pytest.skip(captured_call.NATIVE_REASON)
+    if not is_available():
+        pytest.skip(unavailable_reason)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     image, bodies, options = f.load(), [0], arguments.options
 

@@ -127,7 +127,13 @@ WRITTEN = {
     "plan_decode_fixed_split_kernel": DECODE_PLAN,
     "publish_kernel": {"stored"},
     "plan_prefill_kernel": {
-        *("plan_qo_indptr", "plan_kv_indptr", "plan_kv_indices", "plan_kv_len", "work", "split_tiles", "queue"),
+        "plan_qo_indptr",
+        "plan_kv_indptr",
+        "plan_kv_indices",
+        "plan_kv_len",
+        "work",
+        "split_tiles",
+        "queue",
     },
 }
 

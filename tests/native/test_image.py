@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attn_ops
-from attn_ops.eager import captured_call
+from attn_ops.eager.captured_call import Launch
+from attn_ops.eager.extension import extension, is_available, unavailable_reason
 from attn_ops.native import packaged_launch
 from attn_ops.native.images import LIBCUDA, Image, ImageSet, NoImageError, collect, load
 from attn_ops.native.launch_arguments import operands
@@ -153,21 +154,21 @@ def test_packages_launch_as_the_kernel_asks(
         assert outputs == {"out", "lse"} | ({"partial"} if "combine" not in compiled.function else set())
 
 
-@pytest.mark.skipif(not captured_call.is_available(), reason=captured_call.NATIVE_REASON)
+@pytest.mark.skipif(not is_available(), reason=unavailable_reason)
 def test_eager_calls_launch_as_the_kernel_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, libcuda = _eager(_decode(), monkeypatch), FakeLibcuda(tmp_path)
     libcuda.reset()
-    captured_call._C.connect(str(libcuda.path))
+    extension.connect(str(libcuda.path))
     try:
         for one in eager:
             given = one.layout.arguments(one.values)
             made = image.image_of(one.compiled, one.options, given)
             sizes = libcuda.sizes_of(made.parameters)
-            call = captured_call.Launch(load(made, 0), *operands(given.kinds, given.values, one.grid))
+            call = Launch(load(made, 0), *operands(given.kinds, given.values, one.grid))
             call.run(0, n.STREAM)
             _assert_launched(libcuda, one, sizes)
     finally:
-        captured_call._C.connect(LIBCUDA)
+        extension.connect(LIBCUDA)
 
 
 def test_kernels_compile_for_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import attn_ops
-from attn_ops.eager import captured_call
 from attn_ops.errors import BackendError
 from attn_ops.ops import backends, unsupported
 from attn_ops.ops.checks import CHECKS
@@ -92,7 +91,7 @@ def test_other_gpus_are_refused(capability: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_the_launcher_the_reason_says_so(monkeypatch: pytest.MonkeyPatch, on_hopper: list[Any]) -> None:
-    monkeypatch.setattr(captured_call, "is_available", lambda: False)
+    monkeypatch.setattr(unsupported, "is_available", lambda: False)
     op, arguments = _calls()[0]
     assert f"{CUDA}: the launcher is missing" in attn_ops.explain(op, *arguments)
     assert not on_hopper

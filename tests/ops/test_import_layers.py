@@ -33,9 +33,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ops.tuning_table",
         "eager",
         "policy",
+        "native._C",
         "typed",
     ),
-    ("plan.state", "ops.options"),
+    ("plan.state", "ops.options", "eager.extension"),
     ("ops.cuda_kernels",),
     ("ops.unsupported",),
     ("native",),
@@ -82,7 +83,7 @@ def _files() -> dict[str, Path]:
     """By the name of the module below ``attn_ops``, ``""`` for that itself."""
     found = {}
     for package, folder in FOLDERS.items():
-        for file in (ROOT / folder).rglob("*.py"):
+        for file in (file for pattern in ("*.py", "*.pyi") for file in (ROOT / folder).rglob(pattern)):
             parts = (package, *file.relative_to(ROOT / folder).with_suffix("").parts)
             found[".".join(part for part in parts if part not in ("", "__init__"))] = file
     return dict(sorted(found.items()))

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from attn_ops import DecodePlan, DecodePlanner, PrefillPlan, PrefillPlanner
 from attn_ops.errors import CapacityError, OptionError, PageTableError, ShapeError
 from attn_ops.plan import planner_base
-from attn_ops.plan.sizing import count_splits, max_splits_for
+from attn_ops.plan.query_tiles import count_splits
+from attn_ops.plan.sizing import max_splits_for
 from attn_ops.plan.state import KV_BLOCK, PlanProblem, num_partials, num_slots, workspace_size
 
 HEADS, DIM = 2, 8

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_ops.argument_checks import check_real, integers, optional_flags
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail, shape_of
-from attn_ops.frontend.arguments import as_sinks, renamed
+from attn_ops.frontend.arguments import as_sinks, not_scalar, renamed
 from attn_ops.frontend.arguments import refuse as refuse_unsupported
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
@@ -35,7 +35,7 @@ def chunk_of(where: str, attention_chunk: int) -> int:
     """Keys of a chunk, 0 for no chunks."""
     (attention_chunk,) = integers(where, attention_chunk=attention_chunk)
     if not 0 <= attention_chunk <= INT32_MAX:
-        fail(OptionError, where, f"attention_chunk is {attention_chunk}", f"0 to {INT32_MAX}", "change it")
+        fail(OptionError, where, f"attention_chunk is {int(attention_chunk)}", f"0 to {INT32_MAX}", "change it")
     return attention_chunk
 
 
@@ -100,8 +100,10 @@ def options(
     sinks = renamed(where, "learnable_sink", learnable_sink, "s_aux", s_aux)
     if sinks is not None:
         sinks = as_sinks(where, sinks, q.device, "s_aux" if learnable_sink is None else "learnable_sink")
-    if qv is not None and softmax_scale is None and (width := q.shape[-1] + qv.shape[-1]):
-        softmax_scale = width**-0.5
+    if qv is not None and softmax_scale is None:
+        not_scalar(where, q=q, qv=qv)
+        width = q.shape[-1] + qv.shape[-1]
+        softmax_scale = width**-0.5 if width else None
     sides = window(where, window_size, causal)
     given = AttentionOptions(
         sm_scale=softmax_scale,
@@ -143,7 +145,7 @@ class Descales(NamedTuple):
             if isinstance(scale, Tensor) and _is_one_value(scale):
                 scale = scale[(0,) * scale.dim()]
             elif isinstance(scale, Tensor) and not agree(scale.shape, (requests, num_kv_heads)):
-                expected = f"one value, or {[requests, num_kv_heads]}: one per request and KV head"
+                expected = f"one value, or {shape_of([requests, num_kv_heads])}: one per request and KV head"
                 fail(ShapeError, where, f"{name} is {shape_of(scale)}", expected, "correct it")
             _check_positive(where, name, scale)
             factors[name] = scale

@@ -67,7 +67,7 @@ class CacheLengths(NamedTuple):
             return lengths(where, self.name, self.seqlens, batch, device, capacity, table)
         number = capacity if self.seqlens is None else self.seqlens
         if number < 0:
-            fail(PageTableError, where, f"{self.name} is {number}", "0 or more tokens", "correct it")
+            fail(PageTableError, where, f"{self.name} is {int(number)}", "0 or more tokens", "correct it")
         if number > capacity:
             too_long(where, number, capacity, table)
         return torch.full((batch,), number, dtype=torch.int32, device=device)
@@ -134,8 +134,8 @@ class CacheBatch(NamedTuple):
         name = self.table_name or "block_table"
         table = block_table(where, name, self.table, self.device).to(self.device)
         if rows is None and not holds(table.shape[0] == self.requests):
-            expected = f"{self.requests}, one per request"
-            fail(ShapeError, where, f"{name} has {table.shape[0]} rows", expected, "correct it")
+            expected = f"{int(self.requests)}, one per request"
+            fail(ShapeError, where, f"{name} has {int(table.shape[0])} rows", expected, "correct it")
         return table if rows is None else table[rows.clamp(0, max(0, table.shape[0] - 1)).long()]
 
     def new_indptr(self, where: str) -> Tensor:

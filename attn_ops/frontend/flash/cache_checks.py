@@ -48,14 +48,14 @@ def check_requests(
     name, rows_of = (table_name, table) if cache_batch_idx is None else ("cache_batch_idx", cache_batch_idx)
     if rows_of is not None:
         if not holds(rows_of.shape[0] == requests):
-            expected = f"{requests}, as q has requests"
-            fail(ShapeError, where, f"{name} has {rows_of.shape[0]} rows", expected, "correct it")
+            expected = f"{int(requests)}, as q has requests"
+            fail(ShapeError, where, f"{name} has {int(rows_of.shape[0])} rows", expected, "correct it")
     elif not planned and not holds(requests <= k_cache.shape[0]):
         fail(
             ShapeError,
             where,
-            f"k_cache has {k_cache.shape[0]} rows for {requests} requests",
-            f"{requests} or more, one per request",
+            f"k_cache has {int(k_cache.shape[0])} rows for {int(requests)} requests",
+            f"{int(requests)} or more, one per request",
             "pass a larger cache, or the row of each request in cache_batch_idx",
         )
 
@@ -79,7 +79,7 @@ def check_latent(
             fail(
                 ShapeError,
                 where,
-                f"qv is given and {name} has {cache.shape[2]} KV heads",
+                f"qv is given and {name} has {int(cache.shape[2])} KV heads",
                 "1, the latent that all heads share",
                 "pass caches of one head",
             )
@@ -101,6 +101,6 @@ def new_tokens(
     for name, t in (("k", k), ("v", v)):
         ranked(where, name, t, DENSE if cu_seqlens_k_new is None else VARLEN)
         if cu_seqlens_k_new is None and not agree(t.shape[:2], (requests, k.shape[1])):
-            expected = f"[{requests}, {k.shape[1]}, ...], with the requests of q and the tokens of k"
+            expected = f"[{int(requests)}, {int(k.shape[1])}, ...], with the requests of q and the tokens of k"
             fail(ShapeError, where, f"{name} is {shape_of(t)}", expected, "make them agree")
     return (k, v) if cu_seqlens_k_new is not None else (k.flatten(0, 1), v.flatten(0, 1))

@@ -129,8 +129,8 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
             fail(
                 PlanError,
                 where,
-                f"scheduler_metadata was made for {size} {_FORM[name]}",
-                f"{wanted}, which the tensors have",
+                f"scheduler_metadata was made for {int(size)} {_FORM[name]}",
+                f"{int(wanted)}, which the tensors have",
                 "make it for this batch",
             )
     if isinstance(given.plan, DecodePlan) != decode and not made.lacks_plan_for(form):

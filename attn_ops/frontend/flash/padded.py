@@ -62,7 +62,8 @@ class Used(NamedTuple):
         (first, of), *_ = tensors.items()
         for name, t in tensors.items():
             if t is not None and not agree(t.shape[:1], of.shape[:1]):
-                fail(ShapeError, where, f"{name} is {shape_of(t)}", f"{of.shape[0]} tokens, as {first}", "correct it")
+                expected = f"{int(of.shape[0])} tokens, as {first}"
+                fail(ShapeError, where, f"{name} is {shape_of(t)}", expected, "correct it")
             if t is not None and t.device != of.device:
                 fail(DeviceError, where, f"{name} is on {t.device}", f"{of.device}, where {first} is", "move it")
         return tuple(None if t is None else t[self.source] for t in tensors.values())

@@ -55,7 +55,7 @@ class Rotary(NamedTuple):
                     ShapeError,
                     where,
                     f"{name} is {shape_of(t)}",
-                    f"[max_position, rotary_dim / 2] with rows, rotary_dim at most {head_dim}, of both tables",
+                    f"[max_position, rotary_dim / 2] with rows, rotary_dim at most {int(head_dim)}, of both tables",
                     "correct it",
                 )
             if not t.is_floating_point():
@@ -107,8 +107,8 @@ def rotate(
     """
     ((k, v),) = required(where, k=new)
     if k.shape[-1] != k_cache.shape[-1]:
-        shown = f"k has head_dim {k.shape[-1]}"
-        fail(ShapeError, where, shown, f"{k_cache.shape[-1]} as in k_cache", "make them agree")
+        shown = f"k has head_dim {int(k.shape[-1])}"
+        fail(ShapeError, where, shown, f"{int(k_cache.shape[-1])} as in k_cache", "make them agree")
     starts = lengths_before.before(where, batch.requests, INT32_MAX, q.device)
     by_row = options.causal or batch.chunk > 0 or max(options.window_left, options.window_right) >= 0
     qo_indptr, new_indptr = batch.qo_indptr(where), batch.new_indptr(where)

@@ -92,7 +92,8 @@ def get_scheduler_metadata(
     )
     rows, appended = (0 if total is None else total for total in totals)
     if rows < 0 or appended < 0 or any(type(n) is int and n > INT32_MAX for n in (rows, appended)):
-        numbers, change = f"{rows} query rows and {appended} appended tokens", "max_seqlen_q, total_q, max_seqlen_k_new"
+        numbers = f"{int(rows)} query rows and {int(appended)} appended tokens"
+        change = "max_seqlen_q, total_q, max_seqlen_k_new"
         fail(OptionError, where, numbers, f"0 to {INT32_MAX}, an int32", f"change {change} or total_k_new")
     table_name, table = one_of(where, block_table=block_table, page_table=page_table)
     check_tables(where, table_name, table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)

@@ -430,7 +430,7 @@ class Planner {
     return lengths;
   }
 
-  // Splits of a fixed size fit the plan, as count_splits of attn_ops/plan/sizing.py counts them.
+  // Splits of a fixed size fit the plan, as count_splits of attn_ops/plan/query_tiles.py counts them.
   void check_splits(const std::vector<int64_t>& qo_indptr, const std::vector<int64_t>& lengths) const {
     const int64_t tile_rows = metadata_.of_problem("tile_rows");
     const int64_t window = metadata_.of_problem("window"), ahead = metadata_.of_problem("ahead");

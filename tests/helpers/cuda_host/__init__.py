@@ -44,7 +44,7 @@ HERE = Path(__file__).parent
 FLAGS = ("-std=c++20", "-g1", "-fPIC", "-march=native", "-U_FORTIFY_SOURCE", "-w")
 
 KERNEL_FLAGS = ("-fsanitize=thread,signed-integer-overflow,integer-divide-by-zero,shift,bounds,alignment",)
-"""The compiler calls functions of ``memory.cpp`` at each access to memory, and where behaviour is undefined."""
+"""The compiler calls functions of ``memory.cpp`` at each access to memory, and where behavior is undefined."""
 
 SOURCE = """
 #include <cstddef>
@@ -199,7 +199,7 @@ def library_of(one: Specialization, faults: Sequence[Fault] = ()) -> Path:
 def program(one: Specialization, main: str) -> Path:
     """An executable of C++ that calls device functions of a kernel's file which wait for no other thread.
 
-    It ends with an error where behaviour is undefined.
+    It ends with an error where behavior is undefined.
     """
     texts, macros = _with_host_headers(one)
     texts["main.cpp"] = f'#include "{one.kernel.source}"\n{main}'

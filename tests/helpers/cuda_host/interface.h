@@ -26,7 +26,7 @@ void sync_named(int id, int threads);     // bar.sync
 void arrive_named(int id, int threads);   // bar.arrive
 bool any_named(int id, int threads, bool value);  // bar.red.or
 void sync_warp();
-void arrive_at_cluster();                 // once, orders no memory, except fenced initialisations of mbarriers
+void arrive_at_cluster();                 // once, orders no memory, except fenced initializations of mbarriers
 void wait_for_cluster();
 std::uint64_t exchange(std::uint64_t value, int lane, const char* instruction);  // what `lane` of the warp gave
 bool any(bool value);

@@ -59,7 +59,7 @@ struct Exchange {
 
 struct Barrier {
   Entity entity;
-  std::uint32_t offset, pc;  // of its initialisation
+  std::uint32_t offset, pc;  // of its initialization
   int arrivals;              // of a phase
   int missing;               // of this phase
   std::int64_t bytes = 0;    // that are expected and have not come; may be negative meanwhile

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_ops.policy import FLASHINFER
 from helpers.wrapper_requests import DEVICE, Requests
 
 D = Requests(kv_layout="NHD")
@@ -43,6 +44,11 @@ class Surface:
         if stage in ("call", "init"):
             return self.make
         return getattr(self.make, self.methods.get(stage, stage))
+
+    def has_no_effect(self, stage: str, name: str) -> bool:
+        """Whether the policy lists the argument of this function or method without an effect."""
+        method = "" if stage in ("call", "init") else f".{self.methods.get(stage, stage)}"
+        return name in FLASHINFER.no_effect_in.get(f"{self.make.__name__}{method}", {})
 
     def outcome(self, changed: str = "", **changes: Any) -> Any:
         arguments = {stage: {**base, **(changes if stage == changed else {})} for stage, base in self.stages.items()}
