@@ -27,9 +27,11 @@ from attn_ops.kernels.triton import prefill_call
 from attn_ops.ops import cuda_kernels, unsupported
 from attn_ops.ops.backends import MemoryLayout, Problem
 from attn_ops.ops.cuda_kernels import PrefillKey
-from attn_ops.plan import sizing
+from attn_ops.plan import equal_requests, sizing
+from attn_ops.plan.equal_requests import EqualRequests
 from attn_ops.plan.sizing import rows_per_tile
 from attn_ops.plan.state import KV_BLOCK
+from attn_ops.symbolic_sizes import at_least, at_most
 
 E4M3 = torch.float8_e4m3fn
 
@@ -345,6 +347,28 @@ def test_a_package_takes_any_number_of_rows(
     image = packaged_image(call, (100, 70, 1000), monkeypatch)
     assert [spec.name for spec in image.tensors] == ["out", "q", "k", "v"]
     assert (image.function, len(image.maps)) == ("prefill", 3)
+
+
+@needs_nvrtc
+@needs_the_module
+def test_a_package_splits_any_number_of_keys(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split of 700 keys, whose results go to the output, and several of more."""
+
+    def splits(units: Any, packed_rows: Any, visible: Any, seen_by_all: Any, ctas: int) -> Any:
+        return at_least(at_most(SMS // units, seen_by_all // equal_requests.SYMBOLIC_SPLIT_KEYS), 1)
+
+    monkeypatch.setattr(kernel_module, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(equal_requests, "fastest_splits", splits)
+    combined: list[EqualRequests] = []
+    monkeypatch.setattr(prefill_call, "combine_split_requests", lambda *args: combined.append(args[-1]))
+
+    def call(keys: Tensor) -> Tensor:
+        q, k = torch.zeros(3, 8, 128).bfloat16(), keys.new_zeros(keys.shape[0], 2, 128)
+        return prefill.single_prefill(q, k, k + 1, causal=True, window_left=4000)[0]
+
+    image = packaged_image(call, (2000, 700, 6000), monkeypatch)
+    assert [spec.name for spec in image.tensors] == ["out", "partial", "q", "k", "v"]
+    assert [(one.splits, one.split_keys) for one in combined[1:]] == [(3, 768), (7, 640)]
 
 
 @needs_nvrtc
