@@ -25,7 +25,7 @@ BUDGET = {
     "ops": 70,
     "paging": 5,
     "planning": 25,
-    "tracing": 345,
+    "tracing": 395,
 }
 """Seconds of user and system time of a folder's tests without a GPU, with the processes that they start.
 
