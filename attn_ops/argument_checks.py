@@ -79,6 +79,24 @@ def check_real(where: str, name: str, t: Tensor) -> None:
         fail(DTypeError, where, f"{name} is {dtype_name(t.dtype)}", "a tensor of real numbers", f"convert {name}")
 
 
+def check_strided(where: str, name: str, t: Tensor) -> None:
+    """Raise for a nested tensor, which has no sizes even with a strided layout, and for a sparse one."""
+    if t.is_nested:
+        fix = f"pass torch.cat({name}.unbind()), or {name}.to_padded_tensor(0)"
+        fail(ArgumentError, where, f"{name} is a nested tensor", "a strided tensor", fix)
+    if t.layout is not torch.strided:
+        layout = str(t.layout).removeprefix("torch.")
+        fail(ArgumentError, where, f"{name} is {layout}", "a strided tensor", f"pass {name}.to_dense()")
+
+
+def check_has_dimensions(where: str, **tensors: Tensor | None) -> None:
+    """Raise for a tensor without dimensions."""
+    for name, t in tensors.items():
+        if t is not None and t.dim() == 0:
+            what, expected = f"{name} is a tensor without dimensions", "the dimensions that the documentation names"
+            fail(ShapeError, where, what, expected, f"reshape {name}")
+
+
 def check_no_overlap(where: str, name: str, t: Tensor, otherwise: str) -> None:
     """Raise for a tensor that is written and whose elements share memory, as in an expanded tensor.
 

@@ -19,13 +19,21 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attn_ops.argument_checks import Argument, admits, check_real, mismatch, refuse_type, union_types
+from attn_ops.argument_checks import (
+    Argument,
+    admits,
+    check_has_dimensions,
+    check_real,
+    check_strided,
+    mismatch,
+    refuse_type,
+    union_types,
+)
 from attn_ops.errors import (
     ArgumentError,
     AttnOpsError,
     DeviceError,
     OptionError,
-    ShapeError,
     fail,
 )
 from attn_ops.policy import NO_EFFECT, UNSUPPORTED
@@ -279,21 +287,10 @@ def _unavailable(device: Any) -> str:
 
 def _refuse_tensors(where: str, leaves: Sequence[Argument]) -> None:
     for leaf in leaves:
-        if leaf.value.is_nested:  # nested tensors with a strided layout have no sizes either
-            fix = f"pass torch.cat({leaf.name}.unbind()), or {leaf.name}.to_padded_tensor(0)"
-            fail(ArgumentError, where, f"{leaf.name} is a nested tensor", "a strided tensor", fix)
-        if leaf.value.layout is not torch.strided:
-            layout = str(leaf.value.layout).removeprefix("torch.")
-            fail(ArgumentError, where, f"{leaf.name} is {layout}", "a strided tensor", f"pass {leaf.name}.to_dense()")
+        check_strided(where, leaf.name, leaf.value)
         check_real(where, leaf.name, leaf.value)
-        if leaf.value.dim() == 0 and not admits(1.0, leaf.annotation):
-            fail(
-                ShapeError,
-                where,
-                f"{leaf.name} is a tensor without dimensions",
-                "the dimensions that the documentation names",
-                f"reshape {leaf.name}",
-            )
+        if not admits(1.0, leaf.annotation):
+            check_has_dimensions(where, **{leaf.name: leaf.value})
     real = next((leaf for leaf in leaves if not leaf.value.is_meta), None)
     for leaf in leaves:
         if leaf.value.is_meta:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from attn_ops.argument_checks import integers
+from attn_ops.argument_checks import check_strided, integers
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
@@ -145,14 +145,6 @@ def ranked(where: str, name: str, t: Tensor, dims: str) -> None:
         fail(ShapeError, where, f"{name} is {shape_of(t)}", dims, f"reshape {name}")
 
 
-def not_scalar(where: str, **tensors: Tensor | None) -> None:
-    """Raise for a tensor without dimensions, with the words of :mod:`attn_ops.typed`, which traced calls bypass."""
-    for name, t in tensors.items():
-        if t is not None and t.dim() == 0:
-            what, expected = f"{name} is a tensor without dimensions", "the dimensions that the documentation names"
-            fail(ShapeError, where, what, expected, f"reshape {name}")
-
-
 def positive(where: str, **sizes: int) -> None:
     """Raise unless every size is an integer from 1 to the largest int32."""
     for name, size in sizes.items():
@@ -233,9 +225,7 @@ def as_sinks(where: str, sinks: Any, device: torch.device, name: str = "sinks") 
     if not isinstance(sinks, Tensor):
         fail(ArgumentError, where, f"{name} is {sinks!r}", "a float32 tensor [num_qo_heads]", "pass such a tensor")
     given_tensor(where, name, sinks, device)
-    if sinks.layout is not torch.strided:
-        stored = str(sinks.layout).removeprefix("torch.")
-        fail(ArgumentError, where, f"{name} is {stored}", "a strided tensor", f"pass {name}.to_dense()")
+    check_strided(where, name, sinks)
     check_no_grad(where, **{name: sinks})
     if sinks.dim() == 2:
         sinks = sinks.flatten()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_has_dimensions
 from attn_ops.errors import ArgumentError, ShapeError, fail
-from attn_ops.frontend.arguments import as_sinks, not_scalar, output_dtype, own_backend, positive, ranked, required
+from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.block_tables import TableNames, block_table, lengths, query_row_offsets
 from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.element_offsets import check_offsets
@@ -80,7 +81,7 @@ def cudnn_batch_decode_with_kv_cache(
     """
     where = "cudnn_batch_decode_with_kv_cache"
     ranked(where, "q", q, RAGGED_DIMS)
-    not_scalar(where, v_cache=v_cache)
+    check_has_dimensions(where, v_cache=v_cache)
     actual_seq_lens_kv, block_tables = required(where, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables)
     positive(where, q_len_per_req=q_len_per_req)
     tables = block_table(where, "block_tables", block_tables, q.device)
@@ -195,7 +196,7 @@ def cudnn_batch_prefill_with_kv_cache(
     """
     where = "cudnn_batch_prefill_with_kv_cache"
     ranked(where, "q", q, RAGGED_DIMS)
-    not_scalar(where, v_cache=v_cache)
+    check_has_dimensions(where, v_cache=v_cache)
     units = batch_offsets_units
     if actual_seq_lens_q is None:
         names = "actual_seq_lens_q", "batch_offsets_q"

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attn_ops.argument_checks import integers
+from attn_ops.argument_checks import check_has_dimensions, integers
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
     as_sinks,
     check_dtypes,
-    not_scalar,
     own_backend,
     ranked,
     refuse,
@@ -247,7 +246,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     ``out`` may be ``[batch, num_heads, kv_lora_rank]`` for a query of one row per request.
     """
     where, dims = "xqa_batch_decode_with_kv_cache_mla", (kv_lora_rank, qk_rope_head_dim)
-    not_scalar(where, query=query)
+    check_has_dimensions(where, query=query)
     scales = ScaleFactors.of_products(bmm1_scale, bmm2_scale)
     flat = (query.shape[0], *query.shape[2:-1], kv_lora_rank)
     without_rows = out is not None and query.dim() == 4 and query.shape[1] == 1 and tuple(out.shape) == flat

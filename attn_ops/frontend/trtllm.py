@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.argument_checks import check_real, integers
+from attn_ops.argument_checks import check_has_dimensions, check_real, integers
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
@@ -21,7 +21,6 @@ from attn_ops.frontend.arguments import (
     check_dtypes,
     given_tensor,
     layout,
-    not_scalar,
     output_dtype,
     own_backend,
     positive,
@@ -117,7 +116,7 @@ class _Decode(NamedTuple):
         check_dtypes(where, query, *caches)
         name, indptr = self.cu_rows
         if indptr is None:
-            not_scalar(where, query=query)
+            check_has_dimensions(where, query=query)
             q_len = 1 if self.q_len_per_req is None else self.q_len_per_req
             positive(where, q_len_per_req=q_len)
             rows = query_row_offsets(where, query.shape[0], table.shape[0], q_len, device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.argument_checks import integers
+from attn_ops.argument_checks import check_has_dimensions, integers
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
-from attn_ops.frontend.arguments import as_sinks, layout, not_scalar, ranked, refuse, required
+from attn_ops.frontend.arguments import as_sinks, layout, ranked, refuse, required
 from attn_ops.frontend.block_tables import TableNames, block_table, query_row_offsets
 from attn_ops.frontend.kv_cache import paged, paged_sizes
 from attn_ops.frontend.masks import check_tree_mask, most_rows
@@ -100,7 +100,7 @@ def xqa(
     where = "xqa"
     refuse(where, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     required(where, k_cache=k_cache, v_cache=v_cache)
-    not_scalar(where, q=q, v_cache=v_cache)
+    check_has_dimensions(where, q=q, v_cache=v_cache)
     kv_layout = layout(where, kv_layout)
     k = paged(where, k_cache, kv_layout)[0] if k_cache.dim() == 5 else k_cache
     v = paged(where, v_cache, kv_layout)[1] if v_cache.dim() == 5 else v_cache
@@ -188,7 +188,7 @@ def xqa_mla(
     """
     where = "xqa_mla"
     required(where, k_cache=k_cache, v_cache=v_cache)
-    not_scalar(where, k_cache=k_cache, v_cache=v_cache)
+    check_has_dimensions(where, k_cache=k_cache, v_cache=v_cache)
     ckv = v_cache.shape[-1] if v_cache.shape[-1] < k_cache.shape[-1] else MLA_DIMS[0]
     keys, values = (_latent_pages(where, *given, page_size) for given in (("k_cache", k_cache), ("v_cache", v_cache)))
     if keys.shape[2] <= ckv:

@@ -63,7 +63,7 @@ class EqualRequests(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Partial results, each of ``rows`` query rows."""
+        """Partial results, each of ``rows`` query rows; none if the keys are not split."""
         return at_most(self.splits - 1, 1) * self.batch_size * self.splits
 
 
@@ -131,13 +131,17 @@ def fastest_splits(units: int, packed_rows: int, visible: int, seen_by_all: int,
         return at_least(at_most(ctas // units, at_most(seen_by_all // SYMBOLIC_SPLIT_KEYS, MAX_SPLITS)), 1)
 
     def wave_time(running: int, keys: int) -> float:
+        if running == 0:
+            return 0
         saturation = running / (SATURATING_CTAS * ctas) if packed_rows <= MIN_PACKED_ROWS else 1
-        return running and keys * max(1, saturation) + UNIT_KEYS
+        return keys * max(1, saturation) + UNIT_KEYS
 
     def time(splits: int) -> float:
         keys, (waves, rest) = _split_keys(visible, splits), divmod(units * splits, ctas)
-        partial = PARTIAL_ROW_KEYS * packed_rows * -(-units * splits // ctas) + COMBINE_KEYS if splits > 1 else 0
-        return waves * wave_time(ctas, keys) + wave_time(rest, keys) + CTA_KEYS * min(units * splits, ctas) + partial
+        total = waves * wave_time(ctas, keys) + wave_time(rest, keys) + CTA_KEYS * min(units * splits, ctas)
+        if splits == 1:
+            return total
+        return total + PARTIAL_ROW_KEYS * packed_rows * -(-units * splits // ctas) + COMBINE_KEYS
 
     candidates = {1, *(max(1, min(int(waves * ctas) // units, most)) for waves in WAVES)}
     none_empty = {at_least(-(-visible // _split_keys(visible, splits)), 1) for splits in candidates}

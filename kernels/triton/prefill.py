@@ -387,6 +387,7 @@ def prefill_kernel(
         if partial is not None:
             if FEATURES.WINDOW:
                 begin = tl.maximum(request_keys - qo_len - window_left, 0)
+            # As EqualRequests.split_keys: a parameter would be one too many.
             split_keys = tl.cdiv(request_keys - begin, num_splits * SPLIT_BLOCK) * SPLIT_BLOCK
             begin += split % num_splits * split_keys
             end, slot = begin + tl.minimum(end - begin, split_keys), tl.where(slots > 0, split, -1)

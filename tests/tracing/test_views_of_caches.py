@@ -20,7 +20,7 @@ on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", 
 Views = Callable[[Tensor], tuple[Tensor, ...]]
 CACHES: dict[str, tuple[Callable[[int], tuple[int, ...]], Views]] = {
     "values after keys": (lambda pages: (2, pages, PAGE_SIZE, HEADS, DIM), lambda cache: cache.unbind(0)),
-    "values beside keys": (lambda pages: (pages, 2, PAGE_SIZE, HEADS, DIM), lambda cache: cache.unbind(1)),
+    "both in each page": (lambda pages: (pages, 2, PAGE_SIZE, HEADS, DIM), lambda cache: cache.unbind(1)),
     "a layer of all": (lambda pages: (3, 2, pages, PAGE_SIZE, HEADS, DIM), lambda cache: cache[1].unbind(0)),
 }
 each_cache = pytest.mark.parametrize("form", CACHES)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.argument_checks import check_real, integers, optional_flags
+from attn_ops.argument_checks import check_has_dimensions, check_real, integers, optional_flags
 from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail, shape_of
-from attn_ops.frontend.arguments import as_sinks, not_scalar, renamed
+from attn_ops.frontend.arguments import as_sinks, renamed
 from attn_ops.frontend.arguments import refuse as refuse_unsupported
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
 from attn_ops.ops.options import BOUNDS, FP8, AttentionOptions, bounded
@@ -101,7 +101,7 @@ def options(
     if sinks is not None:
         sinks = as_sinks(where, sinks, q.device, "s_aux" if learnable_sink is None else "learnable_sink")
     if qv is not None and softmax_scale is None:
-        not_scalar(where, q=q, qv=qv)
+        check_has_dimensions(where, q=q, qv=qv)
         width = q.shape[-1] + qv.shape[-1]
         softmax_scale = width**-0.5 if width else None
     sides = window(where, window_size, causal)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_ops.argument_checks import check_has_dimensions
 from attn_ops.eager.op_call import Executable, MappedCall
 from attn_ops.errors import DTypeError, ShapeError, dtype_name, fail, shape_of
-from attn_ops.frontend.arguments import not_scalar, positive, ranked
+from attn_ops.frontend.arguments import positive, ranked
 from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.call_plans import RaggedLengths
@@ -52,7 +53,7 @@ def with_probabilities(call: Executable) -> Executable:
 
 def check_heads(where: str, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> None:
     """Raise for ``[..., heads, head_dim]`` without elements, or KV heads that do not divide the query heads evenly."""
-    not_scalar(where, qv=qv)
+    check_has_dimensions(where, qv=qv)
     latent = 0 if qv is None else qv.shape[-1]
     positive(where, num_heads=q.shape[-2], head_dim=q.shape[-1] + latent, head_dim_v=v.shape[-1])
     check_groups(where, q.shape[-2], k.shape[-2])
