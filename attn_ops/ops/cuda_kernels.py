@@ -135,6 +135,35 @@ class DecodeKey(NamedTuple):
         )
 
 
+def single_decode_key(
+    head_dims: tuple[int, int],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    custom_mask: bool,
+    pos_encoding: str,
+) -> DecodeKey | None:
+    """The key of calls of ``single_prefill`` with one query row in each request; None if CUDA decode has no kernel.
+
+    ``head_dims`` are those of keys and of values, and ``heads`` those of queries and of keys and values.
+    """
+    group, fp8 = heads[0] // heads[1], kv_dtype in FP8
+    if dtype in FP8 or custom_mask or not has_decode_tile(head_dims) or group > max(CUDA_DECODE_PACKED_ROWS):
+        return None
+    rotates = pos_encoding == "ROPE_LLAMA" and not (fp8 or is_padded_decode(head_dims[0]))
+    if pos_encoding != "NONE" and not rotates:
+        return None
+    kv_heads = cuda_decode_kv_heads(head_dims[0], heads[1], fp8)
+    return DecodeKey.of(head_dims[0], kv_heads, group, dtype, kv_dtype, pos_encoding)
+
+
+def has_decode_tile(head_dims: tuple[int, int]) -> bool:
+    """Whether the CUDA decode kernel takes heads of these dims, of keys and of values."""
+    dim_qk, dim_vo = head_dims
+    # By ==: the dims of a program may be symbols, which have no hash.
+    return dim_qk == dim_vo and (is_padded_decode(dim_qk) or any(dim_qk == dim for dim in CUDA_DECODE_HEAD_DIMS))
+
+
 def is_padded_decode(head_dim: int) -> bool:
     """Whether the CUDA decode kernel pads heads of ``head_dim`` columns."""
     return any(head_dim == dim for dim in CUDA_DECODE_PADDED_HEAD_DIMS)  # by ==: it may be a symbol, which has no hash

@@ -16,7 +16,6 @@ import torch
 from attn_ops.eager.extension import is_available, unavailable_reason
 from attn_ops.gpu import ALIGNMENT, compute_capability
 from attn_ops.ops.cuda_kernels import (
-    CUDA_DECODE_HEAD_DIMS,
     CUDA_DECODE_PACKED_ROWS,
     CUDA_DECODE_PAGE,
     CUDA_MERGE_VECTORS,
@@ -32,9 +31,11 @@ from attn_ops.ops.cuda_kernels import (
     PrefillKey,
     cuda_decode_kv_heads,
     cuda_mla_keys,
+    has_decode_tile,
     is_padded_decode,
     kv_loads,
     mla_by_tokens,
+    single_decode_key,
 )
 from attn_ops.ops.options import FLOATS, FP8, MLA_DIMS, MLA_HEAD_DIMS
 
@@ -282,11 +283,7 @@ def _cuda_decode_sizes(head_dims: tuple[int, int], group: int, page_size: int) -
     dim_qk, dim_vo = head_dims
     most = max(CUDA_DECODE_PACKED_ROWS)
     return [
-        # By ==: the dims of a program may be symbols, which have no hash.
-        (
-            dim_qk == dim_vo and (is_padded_decode(dim_qk) or any(dim_qk == dim for dim in CUDA_DECODE_HEAD_DIMS)),
-            f"head dimensions {dim_qk} and {dim_vo} have no tile",
-        ),
+        (has_decode_tile(head_dims), f"head dimensions {dim_qk} and {dim_vo} have no tile"),
         (page_size % CUDA_DECODE_PAGE == 0, f"pages of {page_size} tokens are not multiples of {CUDA_DECODE_PAGE}"),
         (group <= most, f"it needs at most {most} query heads per KV head"),
     ]
@@ -348,7 +345,7 @@ def _cuda_prefill(
     custom_mask = "mask" in p.options
     option = POSITION_NAMES.get(p.pos_encoding, "mask and an FP8 cache" if custom_mask and p.kv_dtype in FP8 else "")
     key = PrefillKey.of(dims, _kv_loads(p), p.dtype, p.kv_dtype, custom_mask, p.pos_encoding)
-    return _cuda(
+    reasons = _cuda(
         p,
         "prefill",
         key.variants(),
@@ -367,6 +364,11 @@ def _cuda_prefill(
             *_options(p, options),
         ],
     )
+    if reasons or p.op != "single_prefill":
+        return reasons
+    heads = p.num_qo_heads, p.num_kv_heads
+    of_one_row = single_decode_key(dims, heads, p.dtype, p.kv_dtype, custom_mask, p.pos_encoding)
+    return [] if of_one_row is None else _cuda(p, "single_decode", [of_one_row], [])
 
 
 def _is_16_bit(p: Problem) -> tuple[bool, str]:

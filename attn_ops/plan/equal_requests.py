@@ -112,6 +112,14 @@ def divide(
     return requests._replace(splits=splits, split_keys=_split_keys(visible, splits))
 
 
+def divide_rows(batch_size: int, keys: int, window_left: int, ctas: int, packed_rows: int) -> EqualRequests:
+    """Divide ``batch_size`` requests of one query row each between ``ctas`` CTAs of a KV head."""
+    visible = keys if window_left < 0 else at_most(keys, 1 + window_left)
+    splits = fastest_splits(at_least(batch_size, 1), packed_rows, visible, visible, ctas)
+    requests = EqualRequests(batch_size, 1, keys, 1)
+    return requests._replace(splits=splits, split_keys=_split_keys(visible, splits))
+
+
 def _split_keys(keys: int, splits: int) -> int:
     return at_least((keys + splits * SPLIT_BLOCK - 1) // (splits * SPLIT_BLOCK), 1) * SPLIT_BLOCK
 

@@ -18,7 +18,7 @@ from attn_ops.kernels.cuda import nvrtc, prebuilt
 from attn_ops.kernels.cuda.compile import by_nvrtc, key_of, options
 from attn_ops.kernels.cuda.kernel import Specialization
 
-MODULES = ("decode", "merge_states", "mla", "plan", "prefill")
+MODULES = ("decode", "merge_states", "mla", "plan", "prefill", "single_decode")
 """The modules with kernels. Each has ``SPECIALIZATIONS``: key, which a launch looks up -> specialization."""
 
 

@@ -9,6 +9,7 @@
 //     KV_FP8       type of an FP8 cache: 1 e4m3, 2 e5m2; 0 for a 16-bit cache
 //     ROPE         1: rotate queries and keys by their positions (ROPE_LLAMA); for 16-bit caches alone
 //     PADDED       1: heads have fewer columns, head_dim, from 64 on (see HeadDim); not with ROPE
+//     DENSE        1: requests of one row and equal numbers of dense keys, without a plan
 // Head counts, group, strides, page size, window, soft cap, sinks, scales, the type of the output and, with an FP8
 // cache, the type of the query are parameters.
 //
@@ -67,16 +68,22 @@
 //
 // Memory of tokens that the row does not see may hold NaN, which a probability of 0 would not hide. In a tile with such
 // tokens, the consumer waits for v_full[j] and sets their values to 0 in step 5, after the mask.
+//
+// With DENSE there is no plan to read: the sizes of the requests give the work items, each a split of a request. A box is
+// a whole KV tile, and step 9 is left to a later kernel.
 #include "decode_consumer.cuh"
+#if !DENSE
 #include "decode_producer.cuh"
+#endif
 #if ROPE
 #include "decode_rope.cuh"
 #endif
 
 namespace attn_ops {
 
-// Grid: (num_kv_heads / KV_HEADS, CTAs of the plan). CTAs of neighbouring KV heads read the same tokens.
-// Owns: the work items that the plan gives to CTA blockIdx.y, for KV_HEADS KV heads: their rows in `out` and `lse`, or
+// Grid: (num_kv_heads / KV_HEADS, CTAs of the plan, or with DENSE at most one for each work item). CTAs of neighbouring
+//     KV heads read the same tokens.
+// Owns: the work items of CTA blockIdx.y, for KV_HEADS KV heads: their rows in `out` and `lse`, or
 //     their partial results in `partial`. If `combines`, also the output rows whose last split the CTA stores, and
 //     those of the rows blockIdx.y + i * gridDim.y that have no tokens.
 // Loop invariant of a consumer, before KV tile j: O^T, row_max and row_sum include the item's tiles before j. row_sum
@@ -91,49 +98,67 @@ namespace attn_ops {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     const char* q,                            // [rows, num_kv_heads * group, HEAD_DIM]
     // [pages and heads, page_size / 8, KV_HEADS * HEAD_DIM / columns, 8, columns]; kRowBytes of columns. If PADDED, FP8
-    // caches have head_dim columns
+    // caches have head_dim columns. If DENSE: [rows, num_kv_heads / KV_HEADS, KV_HEADS * HEAD_DIM / columns, keys,
+    // columns]
     const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
     const float* sinks,                       // [num_kv_heads * group] or null
     const float* kv_scale,                    // [2] or null
     void* out,                                // [rows, num_kv_heads * group, HEAD_DIM]
     float* lse,                               // [rows, num_kv_heads * group] or null
     float* partial,                           // [slots, num_kv_heads * group, HEAD_DIM], then LSEs [slots, heads]
+#if !DENSE
     int* split_counters,                      // [slots, num_kv_heads * group]
     const int* kv_indices,                    // [max_pages]
     const int* kv_len,                        // [max_batch]
     const int* work,                          // [max_items, kWorkStride]
     const int* cta_indptr,                    // [CTAs of the plan + 1]
     const int* merge_indptr,                  // [max_batch + 1]
+#endif
     float scale, float cap,                   // of the logits; a cap of 0: no soft cap
 #if ROPE
     float rope_theta, float rope_scale,       // the base of the frequencies, and the divisor of positions
 #endif
     int window_left,                          // tokens that a row sees before its position; negative: all of them
+#if DENSE
+    int rows, int keys, int splits, int split_keys, int slots,  // keys and splits of a request, keys of a split
+#else
     int rows, int num_pages, int max_pages, int max_items, int max_batch, int slots,
+#endif
     int64 stride_q_row, int64 stride_q_head,  // elements
 #if PADDED
     int head_dim,                             // takes the place of HEAD_DIM in global memory
 #endif
-    int group, int page_size,
+    int group,
+#if !DENSE
+    int page_size,
     int box,                                  // tokens of a TMA box
     // Steps of the outermost index of the maps from a page to the next page, and from a head to the next head:
     int k_page_step, int k_head_step, int v_page_step, int v_head_step,
     int early,                                // whether the plan may be read before earlier kernels have ended
     int combines,                             // whether this kernel combines splits and stores rows without tokens
+#endif
     int query_type, int out_type) {           // OutType; query_type is read with an FP8 cache alone
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+  const int warp = uniform(threadIdx.x / 32);
+#if DENSE
+  constexpr bool early = true, combines = false;  // no plan to read; a later kernel combines
+  int* const split_counters = nullptr;
+  const Problem p = {.window_left = window_left, .rows = rows, .keys = keys, .splits = splits, .split_keys = split_keys};
+  const bool has_keys = keys > 0;
+#else
   const Problem p = {
       .kv_indices = kv_indices, .kv_len = kv_len, .work = work, .cta_indptr = cta_indptr, .merge_indptr = merge_indptr,
       .window_left = window_left, .rows = rows, .num_pages = num_pages, .max_pages = max_pages,
       .max_items = max_items, .max_batch = max_batch, .slots = slots, .page_size = page_size, .box = box,
   };
-  const int warp = uniform(threadIdx.x / 32);
+  const bool has_keys = num_pages > 0;
   if (early)
     acquire_plan();
   else
     wait_for_earlier_kernels();
+#endif
   if (warp == 0 && elect()) {  // meanwhile, the producer reads the plan
-    if (num_pages > 0) prefetch_map(&k), prefetch_map(&v);  // without pages, the maps are zeros
+    if (has_keys) prefetch_map(&k), prefetch_map(&v);  // without keys, the maps are zeros
     for (int i = 0; i < kStages; ++i) {
 #if ROPE
       init_barrier(shared_address(&shared.k_loaded[i]), 1);
@@ -146,7 +171,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
   }
   __syncwarp();
   if (warp == kProducerWarp) {
+#if DENSE
+    produce(p, k, v, shared);
+#else
     produce(p, {&k, k_page_step, k_head_step}, {&v, v_page_step, v_head_step}, early, shared);
+#endif
 #if ROPE
   } else if (warp > kProducerWarp) {
     store_turns(rope_theta, rope_scale, shared);
@@ -170,7 +199,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
     end_prologue(early);
     const int number = warp / kConsumerWarps;
     Consumer{.p = p, .queries = queries, .results = results, .shared = shared, .number = number}.run(list);
+#if !DENSE
     if (combines) store_empty_rows(p, results);
+#endif
   }
 }
 

@@ -1,4 +1,4 @@
-"""Decode on Hopper: the host side of ``decode.cu``."""
+"""Decode on Hopper: the host side of ``decode.cu`` for paged KV."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ def shared_bytes(key: DecodeKey) -> int:
     return 2 * ring * TILE_BYTES + consumers * (-(-of_consumer // 1024) * 1024) + 3 * ring * 8 + of_rope + 4 * consumers
 
 
-def _specialization(key: DecodeKey) -> Specialization:
-    macros = {"HEAD_DIM": key.head_dim, "KV_HEADS": key.kv_heads, "PACKED_ROWS": key.packed_rows}
+def specialization(kernel: Kernel, key: DecodeKey, **further: int) -> Specialization:
+    """The specialization ``key`` of a kernel of ``decode.cu``, with ``further`` macros."""
+    macros = {"HEAD_DIM": key.head_dim, "KV_HEADS": key.kv_heads, "PACKED_ROWS": key.packed_rows, **further}
     macros["DTYPE"] = DTYPES[key.dtype]
     if key.fp8 is not None:
         macros["KV_FP8"] = 1 + FP8_TYPES[key.fp8]
@@ -114,13 +115,11 @@ def _specialization(key: DecodeKey) -> Specialization:
     if key.padded:
         macros["PADDED"] = 1
     shared = max(shared_bytes(key), LEAST_SHARED_BYTES)
-    return Specialization(
-        KERNELS[key.rope, key.padded], macros, threads=threads(key.kv_heads, key.rope), shared_bytes=shared
-    )
+    return Specialization(kernel, macros, threads=threads(key.kv_heads, key.rope), shared_bytes=shared)
 
 
 SPECIALIZATIONS = {
-    key: _specialization(key)
+    key: specialization(KERNELS[rope, padded], key)
     for dim in sorted(CUDA_DECODE_HEAD_DIMS)
     for kv_heads in (1, 2)
     for packed_rows in CUDA_DECODE_PACKED_ROWS

@@ -180,12 +180,12 @@ struct Consumer {
 #pragma unroll
     for (int t = 0; t < kTokenBlocks; ++t) fence_registers(logits[t]);
     scale_and_mask(logits, item, first);
-    if (item.hides(first)) {
+    if (kClearsValues && item.hides(first)) {
       wait(shared_address(&shared.v_full[stage]), parity);
       zero_values(item, first);
     }
     softmax(logits, first == item.first);
-    if (!item.hides(first)) wait(shared_address(&shared.v_full[stage]), parity);
+    if (!(kClearsValues && item.hides(first))) wait(shared_address(&shared.v_full[stage]), parity);
     if (hands_over && first + kTile >= item.end) hand_over();
     fence_output();
     multiply_add(output, of_head(tile.values), k_major(shared_address(own.p[buffer]), kOperandGroupBytes));
@@ -225,8 +225,10 @@ struct Consumer {
     }
     if (to.whole)
       store_staged(to);
+#if !DENSE
     else if (to.exists && results.combines)
       combine_if_last(item.row);
+#endif
   }
 
   // Stores the rows that are not split in the type of the output. A thread stores 4 columns at a time.
@@ -242,6 +244,7 @@ struct Consumer {
     }
   }
 
+#if !DENSE
   // Step 9. The consumer that stores the last split of a row, in whichever CTA, combines the splits of the row.
   DEVICE void combine_if_last(int row) const {
     const Splits splits(p, row);
@@ -255,6 +258,7 @@ struct Consumer {
     fence_gpu();
     combine_splits(results, splits, row, thread, kConsumerThreads);
   }
+#endif
 
   DEVICE void run(const WorkList& list) {
     int i = list.begin + turn;

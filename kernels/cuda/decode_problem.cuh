@@ -1,7 +1,7 @@
-// Decode: sizes, shared memory, and the work items of a CTA. The schedule is in `decode.cu`.
+// Decode: sizes, shared memory and work items. The schedule is in `decode.cu`.
 #pragma once
 
-#include "schedule.cuh"
+#include "basics.cuh"
 
 #ifndef KV_FP8
 #define KV_FP8 0  // 1 e4m3, 2 e5m2
@@ -11,6 +11,9 @@
 #endif
 #ifndef PADDED
 #define PADDED 0
+#endif
+#ifndef DENSE
+#define DENSE 0
 #endif
 
 namespace attn_ops {
@@ -29,18 +32,24 @@ constexpr int kProducerWarp = kConsumers * kConsumerWarps;
 constexpr int kConverterThreads = ROPE ? 128 : 0, kThreads = 32 * (kProducerWarp + 1) + kConverterThreads;
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
 // Keys or values of a KV tile in shared memory, as TMA boxes write them:
-// [tokens / 8, KV_HEADS, kTokenBytes / kRowBytes, 8 tokens, kRowBytes]. A row is as wide as the swizzle.
+// [kTile / kBlockTokens, KV_HEADS, kTokenBytes / kRowBytes, kBlockTokens, kRowBytes]. A row is as wide as the swizzle. A
+// box of dense KV is a whole tile, one of pages has groups of 8 tokens.
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
-constexpr int kBlockBytes = 8 * kRowBytes;          // to the next block of columns of the same 8 tokens
-constexpr int kHeadBytes = 8 * kTokenBytes;         // to the second KV head of the same 8 tokens
-constexpr int kGroupBytes = KV_HEADS * kHeadBytes;  // to the next 8 tokens
+constexpr int kBlockTokens = DENSE ? kTile : 8;
+constexpr int kBlockBytes = kBlockTokens * kRowBytes;  // to the next block of columns of the same tokens
+constexpr int kHeadBytes = kBlockTokens * kTokenBytes;  // to the second KV head of the same tokens
+constexpr int kGroupBytes = DENSE ? 8 * kRowBytes : KV_HEADS * kHeadBytes;  // to the next 8 tokens
 // The query and P are 16-bit operands. Their rows, one per packed row, have 64 columns of the query or 64 tokens of P.
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;
 constexpr int kOperandBytes = kPackedRows * kOperandRowBytes;  // to the next 64 columns or tokens
 constexpr int kStagedRowBytes = kDim * 4 + 16;  // a packed row of O, float32; the 16 bytes avoid bank conflicts
 static_assert(kDim % 64 == 0 && kTile % 64 == 0 && (kPackedRows == 8 || kPackedRows == 16));
-static_assert(kTile / 8 <= 32);                 // a lane loads at most one box of a KV tile
+static_assert(kTile / 8 <= 32);                 // a lane loads at most one box of pages of a KV tile
 static_assert(KV_HEADS == 1 || kTokenBytes == kRowBytes);  // one dimension of the maps is heads or column blocks
+// Whether values of tokens that the row does not see are set to 0. If dense splits are whole KV tiles, there are none:
+// TMA writes zeros after the last key.
+constexpr int kSplitKeys = 128;  // split_keys is a multiple
+constexpr bool kClearsValues = !DENSE || kTile > kSplitKeys;
 static_assert(!(ROPE && (KV_FP8 || PADDED)));
 static_assert(!PADDED || (kDim == 128 && kColumnBlocks == 2));
 enum NamedBarrier { kConsumer = 1, kTurn = kConsumer + kConsumers };  // the first of kConsumers barriers each
@@ -88,27 +97,21 @@ struct HeadDim {
 #endif
 };
 
-struct Problem {
-  const int *kv_indices, *kv_len, *work, *cta_indptr, *merge_indptr;
-  int window_left, rows, num_pages, max_pages, max_items, max_batch, slots, page_size;
-  int box;  // tokens of a TMA box, a power of 2 that divides a page
-};
-
 DEVICE int first_kv_head() { return blockIdx.x * KV_HEADS; }
 DEVICE int kv_head() {  // KV head of the consumer that this thread belongs to
   return first_kv_head() + (KV_HEADS > 1 ? threadIdx.x / (kTurns * kConsumerThreads) : 0);
 }
 DEVICE int num_kv_heads() { return gridDim.x * KV_HEADS; }
-DEVICE int cta_of_plan() { return blockIdx.y; }
+DEVICE int cta_of_heads() { return blockIdx.y; }  // of the CTAs that have the same KV heads
 DEVICE int num_ctas() { return gridDim.y; }
 
 struct WorkItem {
   int row;         // query row, an index of q
   int position;    // position of the query row in the KV sequence
   int slot;        // slot of the partial result; negative: the row is not split
-  int page_start;  // index of the request's first page in kv_indices
+  int page_start;  // index of the request's first page in kv_indices; unused with dense KV
   int begin, end;  // KV tokens of the item that the row sees, within the page table; 0 and 0 if there are none
-  int first;       // first token of the first KV tile: the first token of the box that holds `begin`
+  int first;       // first token of the first KV tile: `begin`; of pages, the first token of the box that holds it
 
   DEVICE int tiles() const { return (end - first + kTile - 1) / kTile; }
   // Whether the row does not see all tokens of the KV tile that begins at token `tile`.
@@ -116,42 +119,7 @@ struct WorkItem {
   DEVICE bool sees(int token) const { return uint32(token - begin) < uint32(end - begin); }
 };
 
-// Reads work item `item`, bounded by the capacities. If item >= stop: a work item without tokens.
-DEVICE WorkItem read_item(const Problem& p, int item, int stop) {
-  // Loads of 4 bytes: a plan may lie at any multiple of 4 bytes. All loads precede the first use of a result and none
-  // is in a branch, so that they are in flight together.
-  const int* record = p.work + int64(item) * kWorkStride;
-  const bool listed = item < stop;
-  const auto column = [&](Work name, int otherwise) { return listed ? record[name] : otherwise; };
-  const int kv_begin = column(kKvBegin, 0), kv_end = column(kKvEnd, 0), position = column(kPosition, 0);
-  const int page_start = column(kPageStart, 0);
-  WorkItem to = {.row = column(kRow, -1), .position = position, .slot = column(kSlot, -1)};
-  to.page_start = min(max(page_start, 0), p.max_pages);
-  const int64 of_window = p.window_left >= 0 ? int64(position) - p.window_left : 0;
-  const int64 begin = max(int64(max(kv_begin, 0)), of_window);
-  const int64 pages = p.num_pages > 0 ? p.max_pages - to.page_start : 0;
-  const int64 end = min(min(int64(kv_end), pages * p.page_size), int64(kMaxTokens));
-  to.begin = begin < end ? int(begin) : 0, to.end = begin < end ? int(end) : 0;
-  to.first = to.begin & -p.box;
-  return to;
-}
-
-// The work items of this CTA.
-struct WorkList {
-  int begin, stop;  // items of the plan
-  WorkItem first;   // item `begin`
-
-  DEVICE explicit WorkList(const Problem& p) {
-    // With one request, the first item of CTA c is item c. So item c is loaded at the same time as cta_indptr, and the
-    // first item is loaded again if it is another one.
-    const int cta = cta_of_plan(), from = p.cta_indptr[cta], to = p.cta_indptr[cta + 1];
-    first = read_item(p, cta, p.max_items);
-    begin = min(max(from, 0), p.max_items), stop = min(to, p.max_items);
-    if (begin != cta || begin >= stop) first = read_item(p, begin, stop);
-  }
-};
-
-// Called after the first reads of the plan. Afterwards barriers are initialised, earlier kernels have ended, and the
+// Called after the first reads of a plan. Afterwards barriers are initialised, earlier kernels have ended, and the
 // next kernel may start.
 DEVICE void end_prologue(bool early) {
   __syncthreads();

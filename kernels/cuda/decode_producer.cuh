@@ -1,7 +1,7 @@
-// Decode: the producer.
+// Decode of paged KV: the producer.
 #pragma once
 
-#include "decode_problem.cuh"
+#include "decode_plan.cuh"
 #include "hopper.cuh"
 
 namespace attn_ops {

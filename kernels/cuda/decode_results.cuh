@@ -1,7 +1,11 @@
 // Decode: where results are stored, and the combine of the splits of a row, which this kernel does in eager calls.
 #pragma once
 
-#include "decode_problem.cuh"
+#if DENSE
+#include "decode_dense.cuh"
+#else
+#include "decode_plan.cuh"
+#endif
 #include "swapped_operands.cuh"
 
 namespace attn_ops {
@@ -54,6 +58,8 @@ struct StoredRow {
     lse = whole ? to.lse : to.partial_lse();
   }
 };
+
+#if !DENSE
 
 // The slots of a row's splits, in the order of their tokens.
 struct Splits {
@@ -111,12 +117,12 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
 }
 
 // Stores the results of rows without tokens, which have no work item: zeros, and an LSE of the sink or -inf. This CTA
-// has the rows cta_of_plan() + i * num_ctas(). All warps of the consumers of a KV head call this function. A warp reads
+// has the rows cta_of_heads() + i * num_ctas(). All warps of the consumers of a KV head call this function. A warp reads
 // the lengths of 32 of these rows at a time, one per lane.
 DEVICE void store_empty_rows(const Problem& p, const Results& to) {
   constexpr int kWarps = kTurns * kConsumerWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps, rows = min(p.rows, p.max_batch);
-  for (int64 first = cta_of_plan() + int64(32 * warp) * num_ctas(); first < rows;
+  for (int64 first = cta_of_heads() + int64(32 * warp) * num_ctas(); first < rows;
        first += int64(32) * kWarps * num_ctas()) {
     const int64 row = first + int64(lane) * num_ctas();
     uint32 empty = __ballot_sync(~0u, row < rows && p.kv_len[row] <= 0);
@@ -124,6 +130,8 @@ DEVICE void store_empty_rows(const Problem& p, const Results& to) {
       combine_splits(to, {p, -1}, int(first + int64(__ffs(empty) - 1) * num_ctas()), lane, 32);
   }
 }
+
+#endif
 
 }  // namespace
 }  // namespace attn_ops

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.kernels.cuda import single_decode
 from attn_ops.kernels.cuda.kernel import Kernel, Specialization, TensorMap, persistent_grid
 from attn_ops.kernels.cuda.launch import launch
 from attn_ops.kernels.cuda.operands import (
@@ -22,7 +23,16 @@ from attn_ops.kernels.cuda.operands import (
     paged_map,
     rope_arguments,
 )
-from attn_ops.kernels.triton.prefill_call import Batch, Operands, plan_arguments, prefill_ops
+from attn_ops.kernels.triton.prefill_call import (
+    Batch,
+    Operands,
+    attend_requests,
+    dense_operands,
+    plan_arguments,
+    prefill_ops,
+    tiles_of_requests,
+    work_items,
+)
 from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_ALIBI_HEAD_DIMS,
     CUDA_PREFILL_FEW_ROWS_HEAD_DIMS,
@@ -36,6 +46,7 @@ from attn_ops.ops.cuda_kernels import (
     CUDA_PREFILL_SHORT_KV,
     PrefillKey,
     kv_loads,
+    single_decode_key,
 )
 from attn_ops.ops.options import FP8, AttentionOptions, softmax_scale
 from attn_ops.plan.equal_requests import EqualRequests
@@ -45,7 +56,7 @@ from attn_ops.plan.sizing import (
     takes_three_consumers,
 )
 from attn_ops.plan.state import PlanProblem, PrefillPlan
-from attn_ops.symbolic_sizes import has_static_value
+from attn_ops.symbolic_sizes import has_static_value, statically_known_true
 
 PACKED_ROWS = 64
 """Packed rows of a consumer warpgroup."""
@@ -487,12 +498,11 @@ def launch_tiles(
     lse: Tensor,
     batch: Batch,
     workspace: Tensor | None,
-    tile_rows: int,
-    num_items: int,
     o: AttentionOptions,
 ) -> None:
     """Launch the kernel (:data:`attn_ops.kernels.triton.prefill_call.LaunchTiles`)."""
     num_heads, num_kv_heads = x.heads
+    tile_rows, num_items = work_items(batch, x.q.shape[0])
     group, dims = num_heads // num_kv_heads, x.head_dims
     plan = batch if isinstance(batch, PrefillPlan) else None
     paged = plan is not None and x.k.dim() == 4  # also with a plan for no pages
@@ -538,4 +548,22 @@ def launch_tiles(
     )
 
 
-batch_prefill, ragged_prefill, single_prefill, block_sparse_prefill = prefill_ops(launch_tiles)
+batch_prefill, ragged_prefill, _, block_sparse_prefill = prefill_ops(launch_tiles)
+
+
+def single_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch_size: int = 1,
+    *,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Requests of one row are for the decode kernel, if it takes them."""
+    x, o = dense_operands(q, k, v, kv_layout), AttentionOptions(**options)
+    key = single_decode_key(x.head_dims, x.heads, q.dtype, k.dtype, o.mask is not None, o.pos_encoding)
+    if key is not None and statically_known_true(q.shape[0] == batch_size):
+        return single_decode.single_decode(x, batch_size, return_lse, key, o)
+    return attend_requests(launch_tiles, x, tiles_of_requests(x, batch_size, o), return_lse, o)

@@ -34,7 +34,7 @@ from attn_ops.kernels.triton.masks import (
     mask_bits,
     mask_offset,
 )
-from attn_ops.kernels.triton.prefill_call import Batch, Operands, plan_arguments, prefill_ops
+from attn_ops.kernels.triton.prefill_call import Batch, Operands, plan_arguments, prefill_ops, work_items
 from attn_ops.kernels.triton.rope_alibi import alibi_slopes, rotate, rotation_partner
 from attn_ops.kernels.triton.softmax import (
     LOG2E,
@@ -507,12 +507,11 @@ def launch_tiles(
     lse: Tensor,
     batch: Batch,
     workspace: Tensor | None,
-    tile_rows: int,
-    num_items: int,
     o: AttentionOptions,
 ) -> None:
     """Launch the general kernel (:data:`.prefill_call.LaunchTiles`)."""
     num_heads, num_kv_heads, dim_a, dim_b, dim_vo = *x.heads, *x.dims
+    tile_rows, num_items = work_items(batch, x.q.shape[0])
     group = num_heads // num_kv_heads
     plan = batch if isinstance(batch, PrefillPlan) else None
     problem = None if plan is None else PlanProblem.of(plan.problem)

@@ -57,15 +57,19 @@ class Operands(NamedTuple):
 Batch = PrefillPlan | EqualRequests
 """How the requests of a call are divided into work items: a plan, or requests of equal lengths."""
 
-LaunchTiles = Callable[
-    [Operands, Tensor, Tensor, Batch, Tensor | None, int, int, AttentionOptions],
-    None,
-]
-"""``(operands, out, lse, batch, workspace, tile_rows, num_items, options)``: launches a kernel on ``num_items`` items.
+LaunchTiles = Callable[[Operands, Tensor, Tensor, Batch, Tensor | None, AttentionOptions], None]
+"""``(operands, out, lse, batch, workspace, options)``: launches a kernel on the work items of a batch.
 
 A tile that is one item goes to ``out`` and, unless it has no elements, ``lse``; the partial results of a tile that is
 split go to ``workspace``.
 """
+
+
+def work_items(batch: Batch, rows: int) -> tuple[int, int]:
+    """The query rows of a tile, and the work items that a kernel has for ``rows`` query rows."""
+    if isinstance(batch, EqualRequests):
+        return batch.tile_rows, batch.num_tiles
+    return PlanProblem.of(batch.problem).tile_rows, max_work_items(batch, rows)
 
 
 def attend(
@@ -78,45 +82,47 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Launch a kernel on the tiles of a plan, then combine the tiles that it splits. Returns ``(out, lse)``."""
     out, lse = allocate(x.q, x.k, x.k if x.shared else x.v, return_lse=return_lse, out_dtype=o.out_dtype)
-    tile_rows, num_items = PlanProblem.of(plan.problem).tile_rows, max_work_items(plan, x.q.shape[0])
-    launch_tiles(x, out, lse, plan, workspace, tile_rows, num_items, o)
+    launch_tiles(x, out, lse, plan, workspace, o)
     if num_partials(plan):
         combine_split_tiles(out, lse, workspace, o.sinks, plan)
     return out, lse
 
 
 def attend_requests(
-    launch_tiles: LaunchTiles, x: Operands, batch_size: int, return_lse: bool, o: AttentionOptions
+    launch_tiles: LaunchTiles, x: Operands, batch: EqualRequests, return_lse: bool, o: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """As :func:`attend`, for requests of equal lengths without a plan."""
     out, lse = allocate(x.q, x.k, x.v, return_lse=return_lse, out_dtype=o.out_dtype)
-    rows, keys = x.q.shape[0] // batch_size, x.kv_rows // batch_size
-    batch = divide(
+    if statically_known_true(batch.splits == 1):
+        launch_tiles(x, out, lse, batch, None, o)
+        return out, lse
+    elements = batch.num_slots * batch.rows * x.heads[0] * (x.head_dims[1] + 1)
+    workspace = scratch(x.q.new_empty(elements, dtype=torch.float32))
+    launch_tiles(x, out, lse, batch, workspace, o)
+    combine_split_requests(out, lse, workspace, o.sinks, batch)
+    return out, lse
+
+
+def tiles_of_requests(x: Operands, batch_size: int, o: AttentionOptions) -> EqualRequests:
+    """How a prefill kernel divides ``batch_size`` requests of equal lengths."""
+    return divide(
         x.q.device,
         x.heads,
         x.head_dims,
         batch_size,
-        rows,
-        keys,
+        x.q.shape[0] // batch_size,
+        x.kv_rows // batch_size,
         causal=o.causal and o.mask is None,
         window_left=o.window_left,
         window_right=o.window_right,
     )
-    if statically_known_true(batch.splits == 1):
-        launch_tiles(x, out, lse, batch, None, batch.tile_rows, batch.num_tiles, o)
-        return out, lse
-    elements = batch.num_slots * rows * x.heads[0] * (x.head_dims[1] + 1)
-    workspace = scratch(x.q.new_empty(elements, dtype=torch.float32))
-    launch_tiles(x, out, lse, batch, workspace, batch.tile_rows, batch.num_tiles, o)
-    combine_split_requests(out, lse, workspace, o.sinks, batch)
-    return out, lse
 
 
 def _paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> Operands:
     return _operands(q, k_cache, v_cache, 0, PAGED_DIMS[kv_layout])
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
+def dense_operands(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> Operands:
     return _operands(q, k, v, None, DENSE_DIMS[kv_layout])
 
 
@@ -193,7 +199,7 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        x = _dense(q, k, v, kv_layout)
+        x = dense_operands(q, k, v, kv_layout)
         return attend(launch_tiles, x, PrefillPlan(*plan), workspace, return_lse, AttentionOptions(**options))
 
     def single_prefill(
@@ -206,7 +212,7 @@ def prefill_ops(launch_tiles: LaunchTiles) -> tuple[Callable[..., tuple[Tensor, 
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        x = _dense(q, k, v, kv_layout)
-        return attend_requests(launch_tiles, x, batch_size, return_lse, AttentionOptions(**options))
+        x, o = dense_operands(q, k, v, kv_layout), AttentionOptions(**options)
+        return attend_requests(launch_tiles, x, tiles_of_requests(x, batch_size, o), return_lse, o)
 
     return batch_prefill, ragged_prefill, single_prefill, block_sparse_prefill

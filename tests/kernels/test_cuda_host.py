@@ -400,7 +400,7 @@ SPLIT_EQUAL_LENGTHS = [
     _case("mask", **F16_64 | SPLIT_EQUAL, masked=0.5),
     _case("RoPE, several blocks", **F16_64 | SPLIT_EQUAL | {"qo_lens": (70,) * 2}, pos_encoding="ROPE_LLAMA"),
     _case("ALiBi", **F16_64 | SPLIT_EQUAL, causal=True, pos_encoding="ALIBI"),
-    _case("one row", **SPLIT_EQUAL | {"qo_lens": (1,), "kv_lens": (1000,)}),
+    _case("one row", **SPLIT_EQUAL | {"qo_lens": (1,), "kv_lens": (1000,), "head_dims": (256, 256)}),
 ]
 
 

@@ -200,12 +200,13 @@ FAULTS = {
         Fault("wait(shared_address(&shared.v_full[stage]), parity);", "", times=2), "race|uninitialised"
     ),
     "no wait for a stage": Planted(
-        Fault("wait(shared_address(&shared.empty[stage]), parity);", ""), "race|more arrivals"
+        Fault("wait(shared_address(&shared.empty[stage]), parity);", "", times=2), "race|more arrivals"
     ),
     "another number of bytes": Planted(
         Fault(
             "arrive_expect(k_full, kTileBytes), arrive_expect(v_full, kTileBytes);",
             "arrive_expect(k_full, kTileBytes), arrive_expect(v_full, 64);",
+            times=2,
         ),
         "lacks 0 of 1 arrivals and -",
     ),

@@ -214,6 +214,29 @@ def test_calls_that_no_kernel_for_fp8_caches_runs(call: tuple[str, dict[str, Any
     assert _lines(*call)[FP8_PREFILL] == reason
 
 
+@pytest.mark.parametrize(
+    ("options", "decodes"),
+    [
+        ({}, True),
+        ({"kv_dtype": E4M3, "head_dims": (96, 96)}, True),
+        ({"pos_encoding": "ROPE_LLAMA"}, True),
+        ({"pos_encoding": "ROPE_LLAMA", "kv_dtype": E4M3}, False),
+        ({"pos_encoding": "ALIBI"}, False),
+        ({"heads": (34, 2)}, False),
+        ({"head_dims": (256, 256)}, False),
+    ],
+    ids=str,
+)
+def test_a_dense_call_needs_the_decode_kernel_of_its_sizes(
+    options: dict[str, Any], decodes: bool, on_hopper: list[Any]
+) -> None:
+    """Which a call of one row runs: it is compiled, or found not to compile, before the call is checked."""
+    call = _single(1, **options)
+    assert _chosen(*call) == (FP8_PREFILL if "kv_dtype" in options else PREFILL)
+    assert {one.kernel.function for one in on_hopper} == ({"prefill", "decode"} if decodes else {"prefill"})
+    assert all(("DENSE", 1) in one.macros for one in on_hopper if one.kernel.function == "decode")
+
+
 def test_an_exported_program_has_any_number_of_rows(caplog: pytest.LogCaptureFixture) -> None:
     """What runs does not depend on the number of rows, which needs no guard."""
 

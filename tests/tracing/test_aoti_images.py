@@ -197,12 +197,15 @@ def _assert_equal(expected: list[tuple[Tensor, ...]], actual: list[Tensor], what
             assert torch.equal(want, got), f"{what}: {name} of case {i}"
 
 
+def _has_image(package: str, kernel: str) -> bool:
+    name = re.compile(rb"(?<!\w)%s_[0-9a-f]{8}" % kernel.encode())  # not prefill_ of combine_prefill_kernel
+    with zipfile.ZipFile(package) as archive:
+        return any(name.search(archive.read(file)) for file in archive.namelist() if file.endswith(".so"))
+
+
 def test_the_package_contains_the_images(built: Built) -> None:
-    with zipfile.ZipFile(built.path) as archive:
-        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
     for kernel in built.kind.kernels:
-        name = re.compile(rb"(?<!\w)%s_[0-9a-f]{8}" % kernel.encode())  # not prefill_ of combine_prefill_kernel
-        assert any(name.search(library) for library in libraries), kernel
+        assert _has_image(built.path, kernel), kernel
 
 
 def test_in_cpp_on_new_threads_and_in_a_graph(built: Built, tmp_path: Path) -> None:
@@ -281,9 +284,7 @@ def test_a_custom_mask_is_read_by_the_kernel_of_eager_calls(tmp_path: Path) -> N
     package = torch._inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "masked.pt2"), inductor_configs=quickly
     )
-    with zipfile.ZipFile(package) as archive:
-        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
-    assert any(re.search(rb"(?<!\w)prefill_[0-9a-f]{8}", library) for library in libraries)
+    assert _has_image(package, "prefill")
     expected = [tuple(t.cpu() for t in Masked()(*call)) for call in calls]
     _, results = cpp_runner.run_cases(package, calls, tmp_path)
     _assert_equal(expected, list(results[: 2 * len(calls)]), "on a new thread")
@@ -295,25 +296,38 @@ class EqualLengths(nn.Module):
         return out
 
 
-def test_a_batch_of_equal_lengths_is_planned_in_no_package(tmp_path: Path) -> None:
+EQUAL_LENGTHS = {
+    "prefill": (
+        *((3, 200, 512), (17, 90, 130), (1, 1, 1), (1, 700, 700), (0, 3, 4), (2, 0, 4)),
+        *((1, 1, 4096), (2, 3, 3001), (1, 130, 1025), (5, 1, 1100)),
+    ),
+    "decode": ((3, 1, 512), (17, 1, 130), (1, 1, 1), (0, 1, 4), (2, 1, 0), (1, 1, 4096), (5, 1, 1101), (300, 1, 40)),
+}
+"""Kernel -> requests, rows and keys of each. Few rows of many keys are split. Decode takes one row."""
+
+
+@pytest.mark.parametrize("kernel", EQUAL_LENGTHS)
+def test_a_batch_of_equal_lengths_is_planned_in_no_package(kernel: str, tmp_path: Path) -> None:
     """Of any number of requests, rows and keys, from none on."""
     generator = torch.Generator("cuda").manual_seed(0)
     calls = []
-    for batch, rows, keys in ((3, 200, 512), (17, 90, 130), (1, 1, 1), (1, 700, 700), (0, 3, 4), (2, 0, 4)):
+    for batch, rows, keys in EQUAL_LENGTHS[kernel]:
         sizes = ((batch, rows, 8), (batch, keys, 2), (batch, keys, 2))
         calls.append([torch.randn(*size, 128, generator=generator, device="cuda").bfloat16() for size in sizes])
-    batch, rows, keys = (torch.export.Dim(name, max=1000) for name in ("batch", "rows", "keys"))
-    shapes = ({0: batch, 1: rows}, {0: batch, 1: keys}, {0: batch, 1: keys})
+    batch, rows, keys = (torch.export.Dim(name, max=5000) for name in ("batch", "rows", "keys"))
+    queries = {0: batch, 1: rows} if kernel == "prefill" else {0: batch}
+    shapes = (queries, {0: batch, 1: keys}, {0: batch, 1: keys})
     program = torch.export.export(EqualLengths(), tuple(calls[0]), dynamic_shapes=shapes)
     assert "plan_prefill" not in str(program.graph)
     quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     package = torch._inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "equal.pt2"), inductor_configs=quickly
     )
-    expected = [(EqualLengths()(*call).cpu(),) for call in calls]
+    assert _has_image(package, kernel)
     _, results = cpp_runner.run_cases(package, calls, tmp_path)
-    for (one,), got in zip(expected, results, strict=False):
-        torch.testing.assert_close(got, one, rtol=2e-2, atol=2e-2)
+    for call, got in zip(calls, results, strict=False):
+        for request, out in zip(zip(*(t.cpu() for t in call), strict=True), got, strict=True):
+            Expected.of([request], causal=True).check(out)
 
 
 def _misaligned(t: Tensor) -> Tensor:

@@ -367,7 +367,7 @@ class Host:
         with pytest.MonkeyPatch.context() as patch:
             for name in MODULES:
                 patch.setattr(importlib.import_module(f"{cuda}.{name}"), "launch", self.launch)
-            for module in (f"{cuda}.kernel", f"{cuda}.mla", "attn_ops.ops.cuda_kernels"):
+            for module in (f"{cuda}.kernel", f"{cuda}.mla", f"{cuda}.single_decode", "attn_ops.ops.cuda_kernels"):
                 patch.setattr(importlib.import_module(module), "num_sms", lambda device: self.sms)
             for module in (prefill_call, f"{cuda}.mla"):
                 patch.setattr(importlib.import_module(module), "combine_split_tiles", combine_split_tiles)
