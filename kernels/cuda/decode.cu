@@ -69,8 +69,8 @@
 // Memory of tokens that the row does not see may hold NaN, which a probability of 0 would not hide. In a tile with such
 // tokens, the consumer waits for v_full[j] and sets their values to 0 in step 5, after the mask.
 //
-// With DENSE there is no plan to read: the sizes of the requests give the work items, each a split of a request. A box is
-// a whole KV tile, and step 9 is left to a later kernel.
+// With DENSE there is no plan to read: the sizes of the requests give the work items, each a split of a request. A box
+// is a whole KV tile, and step 9 is left to a later kernel.
 #include "decode_consumer.cuh"
 #if !DENSE
 #include "decode_producer.cuh"
@@ -143,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(
 #if DENSE
   constexpr bool early = true, combines = false;  // no plan to read; a later kernel combines
   int* const split_counters = nullptr;
-  const Problem p = {.window_left = window_left, .rows = rows, .keys = keys, .splits = splits, .split_keys = split_keys};
+  const Problem p = {
+      .window_left = window_left, .rows = rows, .keys = keys, .splits = splits, .split_keys = split_keys};
   const bool has_keys = keys > 0;
 #else
   const Problem p = {

@@ -32,8 +32,8 @@ constexpr int kProducerWarp = kConsumers * kConsumerWarps;
 constexpr int kConverterThreads = ROPE ? 128 : 0, kThreads = 32 * (kProducerWarp + 1) + kConverterThreads;
 constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, the M of WGMMA
 // Keys or values of a KV tile in shared memory, as TMA boxes write them:
-// [kTile / kBlockTokens, KV_HEADS, kTokenBytes / kRowBytes, kBlockTokens, kRowBytes]. A row is as wide as the swizzle. A
-// box of dense KV is a whole tile, one of pages has groups of 8 tokens.
+// [kTile / kBlockTokens, KV_HEADS, kTokenBytes / kRowBytes, kBlockTokens, kRowBytes]. A row is as wide as the swizzle.
+// A box of dense KV is a whole tile, one of pages has groups of 8 tokens.
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
 constexpr int kBlockTokens = DENSE ? kTile : 8;
 constexpr int kBlockBytes = kBlockTokens * kRowBytes;  // to the next block of columns of the same tokens

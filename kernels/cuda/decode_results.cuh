@@ -117,8 +117,8 @@ DEVICE void combine_splits(const Results& to, const Splits& splits, int row, int
 }
 
 // Stores the results of rows without tokens, which have no work item: zeros, and an LSE of the sink or -inf. This CTA
-// has the rows cta_of_heads() + i * num_ctas(). All warps of the consumers of a KV head call this function. A warp reads
-// the lengths of 32 of these rows at a time, one per lane.
+// has the rows cta_of_heads() + i * num_ctas(). All warps of the consumers of a KV head call this function. A warp
+// reads the lengths of 32 of these rows at a time, one per lane.
 DEVICE void store_empty_rows(const Problem& p, const Results& to) {
   constexpr int kWarps = kTurns * kConsumerWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps, rows = min(p.rows, p.max_batch);

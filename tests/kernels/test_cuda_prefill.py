@@ -579,7 +579,8 @@ def test_calls_that_it_runs(fields: dict[str, Any], on_hopper: list[Specializati
     if plain:
         special += ["large batch"] * (key[:2] == (128, 128)) + ["short KV"] * (key[:2] in prefill.SHORT_KV_TILES)
     keys = [key._replace(special=one) for one in special]
-    assert on_hopper == [prefill.SPECIALIZATIONS[key] for key in keys]
+    of_prefill = [one for one in on_hopper if one.kernel.function == "prefill"]  # one row is for decode
+    assert of_prefill == [prefill.SPECIALIZATIONS[key] for key in keys]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
