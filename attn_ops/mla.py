@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import integers, optional_flags
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import (
@@ -337,7 +338,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         dequantized = self._dequantized_pages(pages)
         q_nope, q_pe, ckv, kpe = call.tensors
         tensors = groups.dequantize((q_nope, q_pe, ckv, kpe), pages)
-        if torch.compiler.is_compiling():  # the compiler may order this write last: a planning op publishes it
+        if is_compiling():  # the compiler may order this write last: a planning op publishes it
             plan = with_pages(p.plan, dequantized)
         else:
             plan = p.plan._replace(kv_indices=dequantized)
@@ -367,7 +368,7 @@ class BatchMLAPagedAttentionWrapper(RunWithLse, Wrapper):
         """
         numbers = self._page_numbers
         if numbers is None or numbers.shape != pages.shape:
-            with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            with nullcontext() if is_compiling() else torch.inference_mode(False):
                 numbers = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
             # In a capture its values are written at replay.
             if real(numbers) and not (pages.is_cuda and is_capturing()):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from attn_ops.eager.interposition import is_compiling
+
 
 def _guards() -> Any:
     from torch.fx.experimental import symbolic_shapes  # imports SymPy
@@ -20,7 +22,7 @@ def _is_plain(condition: Any) -> bool:
 
     In code that Dynamo traces, conditions on symbols are bools too.
     """
-    return not isinstance(condition, torch.SymBool) and not torch.compiler.is_compiling()
+    return not isinstance(condition, torch.SymBool) and not is_compiling()
 
 
 def guard_or_false(condition: Any) -> bool:
@@ -92,7 +94,7 @@ def overlapping_dim(t: torch.Tensor) -> int | None:
     Elements of such a tensor share memory, except with strides that no view of a tensor has. What symbolic sizes leave
     open counts as no overlap. No guard is added on a number of rows.
     """
-    if not torch.compiler.is_compiling() and type(t) is torch.Tensor and t.is_contiguous():
+    if not is_compiling() and type(t) is torch.Tensor and t.is_contiguous():
         return None
     if any_zero(*t.shape):
         return None
@@ -125,7 +127,7 @@ def decide(condition: bool) -> bool:
     On symbolic sizes it becomes a guard, so that other sizes compile a graph with the other choice. An exported program
     is for all sizes in their range, and the condition must hold for the whole range.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return condition
     # torch.compiler.is_exporting() is always true in what Dynamo of torch 2.11 traces.
     exporting = torch.compiler._is_exporting_flag

@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from attn_ops.argument_checks import (
     Argument,
@@ -29,6 +28,7 @@ from attn_ops.argument_checks import (
     refuse_type,
     union_types,
 )
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.errors import (
     ArgumentError,
     AttnOpsError,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from attn_ops.distributed.merge_one_shot import ContextExchange
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.errors import DeviceError, DTypeError, PlanError, RankError, ShapeError, dtype_name, fail
 from attn_ops.ops.options import FLOATS, LOG2E
 from attn_ops.plan.context import context_group

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.library import Library
 
 from attn_ops.argument_checks import integers
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.errors import BackendError, CapacityError, OptionError, RankError, fail
 from attn_ops.gpu import compute_capability
 from attn_ops.ops.inductor import mark_static

@@ -16,11 +16,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.compiler import is_compiling
 
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.extension import extension
-from attn_ops.eager.interposition import INTERPOSITION_CHECKS
+from attn_ops.eager.interposition import INTERPOSITION_CHECKS, is_compiling
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, Undispatched, call_cache
 
 

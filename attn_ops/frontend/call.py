@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.checked_call import CHECKED_CALLS, call_op
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.eager.op_call import Lookup, OpCall
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
@@ -94,7 +95,7 @@ class AttentionCall(NamedTuple):
         args, keywords, dtype, scale = self._resolve()
         append = self.append
         if append is not None:
-            if not torch.compiler.is_compiling():  # a graph is checked as a whole when it is traced
+            if not is_compiling():  # a graph is checked as a whole when it is traced
                 check = CHECKED_CALLS[self.op].passes if args[0].is_cpu else CHECKS[self.op]
                 check(*args, **keywords)
             call_op(append.op, *append.args, **append.kwargs)

@@ -162,9 +162,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables: int ``[batch, max_pages_per_request]``. ``seq_lens``: int ``[batch]``.
         uses_shared_paged_kv_idx: if False, ``block_tables`` is ``[batch, 2, max_pages_per_request]``, the same pages
             twice: a latent is a key and a value at once. The first ones are read.
-        sparse_mla_top_k: if not 0, ``block_tables`` is ``[batch, q_len, sparse_mla_top_k]`` or ``[rows, ...]``: the
-            tokens of each query row, ``page * page_size + offset``, each once and in any order; negative entries do not
-            count. ``seq_lens [batch]``: a row counts at most the number of tokens that its request has up to that row.
+        sparse_mla_top_k: if not 0, ``block_tables`` is ``[batch, q_len, sparse_mla_top_k]`` or, with
+            ``cum_seq_lens_q``, ``[rows, sparse_mla_top_k]``: the tokens of each query row,
+            ``page * page_size + offset``, each once and in any order; negative entries do not count.
+            ``seq_lens [batch]``: a row counts at most the number of tokens that its request has up to that row.
             ``[batch, q_len]``: the number of tokens of each row. None: all tokens count.
         sparse_mla_top_k_lens: int ``[rows]``, tokens of each query row, which precede its negative entries. Without
             these lengths every call moves negative entries to the end.

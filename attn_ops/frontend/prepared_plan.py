@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves
 
-from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.interposition import is_compiling, is_traced
 from attn_ops.errors import PlanError, fail
 from attn_ops.plan.page_table import BatchSize, PageTable, seen
 from attn_ops.plan.resizable import SizedPlanner
@@ -124,7 +124,7 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
 
 def refuse_tracing(where: str, arguments: Any) -> None:
     """Raise if contents of tensors are not known: in export, ``make_fx``, ``jit.trace`` and ``FakeTensorMode``."""
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
+    recorded = is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
     if recorded or detect_fake_mode(tree_leaves(arguments)) is not None:
         fail(
             PlanError,
@@ -157,7 +157,7 @@ def committing(prepare_plan: Callable[P, PreparedPlan]) -> Callable[P, None]:
 
     @functools.wraps(prepare_plan)
     def plan(self: Any, *args: Any, **kwargs: Any) -> None:
-        planned_by = _plan_eagerly if torch.compiler.is_compiling() else plan_batch
+        planned_by = _plan_eagerly if is_compiling() else plan_batch
         planned_by(self, args, kwargs)
 
     plan.__name__, plan.__qualname__ = "plan", prepare_plan.__qualname__.replace("prepare_plan", "plan")

@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_ops import kernels, meta
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.native import package
 from attn_ops.ops import size_guards, tuning_table
 from attn_ops.ops.inductor_fixes import fix_lowerings
@@ -181,14 +182,14 @@ def concretize_symints(tree: Any) -> Any:
 
 def mark_dynamic_rows(t: torch.Tensor) -> torch.Tensor:
     """``t``, with a first dimension that graphs may take as dynamic."""
-    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+    if "torch._dynamo" in sys.modules and not is_compiling():
         torch._dynamo.maybe_mark_dynamic(t, 0)
     return t
 
 
 def mark_static(*tensors: torch.Tensor) -> None:
     """Fix the tensors' addresses for CUDA-graph trees, which then neither copy nor refuse to mutate them."""
-    if tensors[0].is_cuda and not torch.compiler.is_compiling():
+    if tensors[0].is_cuda and not is_compiling():
         for t in tensors:
             torch._dynamo.mark_static_address(t, guard=False)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from attn_ops.eager.interposition import is_recorded
+from attn_ops.eager.interposition import is_compiling, is_recorded
 from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
 from attn_ops.symbolic_sizes import holds
@@ -16,7 +16,7 @@ from attn_ops.symbolic_sizes import holds
 
 def real(t: Tensor) -> bool:
     """Whether ``t`` has contents: it is not traced and not fake."""
-    return not torch.compiler.is_compiling() and not isinstance(t, FakeTensor) and not is_recorded()
+    return not is_compiling() and not isinstance(t, FakeTensor) and not is_recorded()
 
 
 def seen(t: Tensor) -> bool:
@@ -206,7 +206,7 @@ def offsets(where: str, name: str, t: Tensor, batch: int, rows_name: str, rows: 
 
 def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
     """int32 ``[batch + 1]``: ``qo_indptr`` of ``q_len`` query rows per request."""
-    if torch.compiler.is_compiling():  # Inductor of PyTorch 2.13 cannot simplify indices computed from an arange
+    if is_compiling():  # Inductor of PyTorch 2.13 cannot simplify indices computed from an arange
         steps = torch.nn.functional.pad(torch.full((batch,), q_len, dtype=torch.int32, device=device), (1, 0))
         return steps.cumsum(0, dtype=torch.int32)
     if isinstance(q_len, int) and q_len > 0:  # one kernel

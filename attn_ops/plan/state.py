@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attn_ops.eager.interposition import is_compiling
+
 INT32_MAX = torch.iinfo(torch.int32).max
 """The largest length, position or page number."""
 
@@ -141,7 +143,7 @@ class PlanProblem(NamedTuple):
     def of(problem: Tensor) -> PlanProblem:
         """The problem in the shape of ``plan.problem``. In graphs ``max_kv_len`` may be symbolic."""
         shape, at = problem.shape, 1 + _MAX_KV_LEN
-        if not torch.compiler.is_compiling() and type(problem) is Tensor:  # sizes are integers
+        if not is_compiling() and type(problem) is Tensor:  # sizes are integers
             return PlanProblem(*shape[1:])
         numbers = [*map(int, shape[1:at]), shape[at], *map(int, shape[at + 1 :])]
         return PlanProblem(*numbers)

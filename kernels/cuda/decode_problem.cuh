@@ -36,8 +36,8 @@ constexpr int kColumnBlocks = kDim / 64, kTokenBlocks = kTile / 64;  // of 64, t
 // A box of dense KV is a whole tile, one of pages has groups of 8 tokens.
 constexpr int kRowBytes = kTokenBytes < 128 ? kTokenBytes : 128;
 constexpr int kBlockTokens = DENSE ? kTile : 8;
-constexpr int kBlockBytes = kBlockTokens * kRowBytes;  // to the next block of columns of the same tokens
-constexpr int kHeadBytes = kBlockTokens * kTokenBytes;  // to the second KV head of the same tokens
+constexpr int kBlockBytes = kBlockTokens * kRowBytes;                       // to the next block of columns
+constexpr int kHeadBytes = kBlockTokens * kTokenBytes;                      // to the second KV head
 constexpr int kGroupBytes = DENSE ? 8 * kRowBytes : KV_HEADS * kHeadBytes;  // to the next 8 tokens
 // The query and P are 16-bit operands. Their rows, one per packed row, have 64 columns of the query or 64 tokens of P.
 constexpr int kOperandRowBytes = 128, kOperandGroupBytes = 8 * kOperandRowBytes;

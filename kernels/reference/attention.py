@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.kernels.reference.cache_views import as_nhd, bits, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
@@ -135,7 +136,7 @@ def _max_kv_len(plan: DecodePlan | PrefillPlan) -> int:
     if type(pages) is int and pages:  # a symbolic number of pages would make the bound symbolic
         tokens = pages * problem.page_size
         bound = min(bound, tokens) if type(bound) is int else torch.sym_min(bound, tokens)
-    known = type(kv_len) is Tensor and kv_len.device.type == "cpu" and not torch.compiler.is_compiling()
+    known = type(kv_len) is Tensor and kv_len.device.type == "cpu" and not is_compiling()
     if known and kv_len.numel():
         return max(1, min(bound, int(kv_len.amax())))
     return at_least(bound, 2) if may_be_one(bound) else bound  # Inductor's matrix products depend on it

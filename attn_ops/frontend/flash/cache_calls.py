@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
+from attn_ops.eager.interposition import is_compiling
 from attn_ops.eager.op_call import OpCall
 from attn_ops.frontend.arguments import ranked, required
 from attn_ops.frontend.block_tables import lengths

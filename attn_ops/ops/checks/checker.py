@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.argument_checks import check_no_overlap
-from attn_ops.eager.interposition import check_no_grad
+from attn_ops.eager.interposition import check_no_grad, is_compiling
 from attn_ops.errors import (
     ArgumentError,
     AttnOpsError,
@@ -95,7 +95,7 @@ class OpChecker:
 
     def limit(self, name: str, dim: str, size: Any, most: int) -> None:
         """Raise if ``size`` exceeds ``most``. An export has no guard for a dynamic size; its package checks it."""
-        guarded = type(size) is int or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
+        guarded = type(size) is int or (is_compiling() and not torch.compiler.is_exporting())
         seen = size if guarded else size.node.hint
         what, expected, fix = f"{name} has {{needed}} {dim}", "at most {capacity}", "pass fewer at a time"
         if seen is not None and not holds(seen <= most):
