@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import integers, optional_flags
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.eager.prepared_call import prepared
 from attn_ops.errors import ArgumentError, OptionError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import (
@@ -44,6 +43,7 @@ from attn_ops.plan.page_table import PageTable, by_length, index, real, uniform_
 from attn_ops.plan.spec import PlanSpec
 from attn_ops.plan.state import PrefillPlan
 from attn_ops.symbolic_sizes import holds
+from attn_ops.tracing import is_compiling
 from attn_ops.typed import typed
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.errors import ShapeError, fail
 from attn_ops.plan.page_table import index
 from attn_ops.plan.page_table_checks import check_indptr
+from attn_ops.tracing import is_compiling
 from attn_ops.typed import typed
 
 __all__ = ["packbits", "segment_packbits"]

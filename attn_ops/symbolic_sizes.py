@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_ops.eager.interposition import is_compiling
+from attn_ops.tracing import is_compiling
 
 
 def _guards() -> Any:

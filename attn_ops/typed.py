@@ -28,7 +28,6 @@ from attn_ops.argument_checks import (
     refuse_type,
     union_types,
 )
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.errors import (
     ArgumentError,
     AttnOpsError,
@@ -37,6 +36,7 @@ from attn_ops.errors import (
     fail,
 )
 from attn_ops.policy import NO_EFFECT, UNSUPPORTED
+from attn_ops.tracing import is_compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")

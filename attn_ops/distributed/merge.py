@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from attn_ops.distributed.merge_one_shot import ContextExchange
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.errors import DeviceError, DTypeError, PlanError, RankError, ShapeError, dtype_name, fail
 from attn_ops.ops.options import FLOATS, LOG2E
 from attn_ops.plan.context import context_group
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import agree
+from attn_ops.tracing import is_compiling
 from attn_ops.typed import typed
 
 __all__ = ["merge_context"]

@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.library import Library
 
 from attn_ops.argument_checks import integers
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.errors import BackendError, CapacityError, OptionError, RankError, fail
 from attn_ops.gpu import compute_capability
 from attn_ops.ops.inductor import mark_static
@@ -25,6 +24,7 @@ from attn_ops.ops.unsupported import triton_installed
 from attn_ops.plan.context import context_group
 from attn_ops.plan.plan_checks import MAX_SIZE
 from attn_ops.plan.rank_answers import RankAnswers
+from attn_ops.tracing import is_compiling
 from attn_ops.typed import typed
 
 __all__ = ["ContextExchange"]

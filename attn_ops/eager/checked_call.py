@@ -19,8 +19,9 @@ import torch
 
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.extension import extension
-from attn_ops.eager.interposition import INTERPOSITION_CHECKS, is_compiling
+from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, Undispatched, call_cache
+from attn_ops.tracing import is_compiling
 
 
 class Bases(NamedTuple):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.autograd import forward_ad, profiler
-from torch.compiler import is_dynamo_compiling
 
 from attn_ops.errors import GradientError, fail
+from attn_ops.tracing import is_compiling
 
 
 def _is_profiled_or_differentiated() -> bool:
@@ -25,14 +24,6 @@ INTERPOSITION_CHECKS = (
     torch._C._is_tracing,
 )
 """Functions without arguments. If any returns true, a mode, transform, tracer or profiler must observe the op."""
-
-
-def is_compiling() -> bool:
-    """Whether this thread traces code, under ``torch.compile`` or ``torch.export``.
-
-    The flag of PyTorch is of the process: since 2.13 it is also set while another thread compiles.
-    """
-    return torch.compiler.is_compiling() and (is_dynamo_compiling() or TracingContext.try_get() is not None)
 
 
 def is_traced() -> bool:

@@ -26,9 +26,10 @@ from attn_ops.eager import bound_call
 from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.captured_call import CapturedCall, index_of, outputs_of
 from attn_ops.eager.extension import extension
-from attn_ops.eager.interposition import INTERPOSITION_CHECKS, is_compiling
+from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, call_cache
 from attn_ops.eager.op_call import Executable, Lookup, OpCall, flatten_tensors, has_gradients
+from attn_ops.tracing import is_compiling
 
 P = ParamSpec("P")
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attn_ops.eager.checked_call import CHECKED_CALLS, call_op
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.eager.op_call import Lookup, OpCall
 from attn_ops.frontend.arguments import computed_dtype
 from attn_ops.frontend.outputs import OutputSpec
@@ -24,6 +23,7 @@ from attn_ops.ops.checks import CHECKS
 from attn_ops.ops.fp8_queries import FP8_QUERY_OPS, QUERY
 from attn_ops.ops.options import DENSE_DIMS, FP8, PAGED_DIMS, AttentionOptions
 from attn_ops.plan.state import DecodePlan, PrefillPlan
+from attn_ops.tracing import is_compiling
 
 
 class PlanSource(Protocol):

@@ -16,10 +16,11 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves
 
-from attn_ops.eager.interposition import is_compiling, is_traced
+from attn_ops.eager.interposition import is_traced
 from attn_ops.errors import PlanError, fail
 from attn_ops.plan.page_table import BatchSize, PageTable, seen
 from attn_ops.plan.resizable import SizedPlanner
+from attn_ops.tracing import is_compiling
 from attn_ops.typed import typed
 
 if TYPE_CHECKING:

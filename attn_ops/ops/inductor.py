@@ -23,11 +23,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_ops import kernels, meta
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.native import package
 from attn_ops.ops import size_guards, tuning_table
 from attn_ops.ops.inductor_fixes import fix_lowerings
 from attn_ops.ops.repeated_plans import SHARED_OPS, Made, RepeatedPlans
+from attn_ops.tracing import is_compiling
 
 LOG = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from attn_ops.eager.interposition import is_compiling, is_recorded
+from attn_ops.eager.interposition import is_recorded
 from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
 from attn_ops.symbolic_sizes import holds
+from attn_ops.tracing import is_compiling
 
 
 def real(t: Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attn_ops.eager.interposition import is_compiling
+from attn_ops.tracing import is_compiling
 
 INT32_MAX = torch.iinfo(torch.int32).max
 """The largest length, position or page number."""

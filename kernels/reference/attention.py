@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.kernels.reference.cache_views import as_nhd, bits, block_pages, gather, with_spare_row
 from attn_ops.kernels.reference.masks import byte_offsets, unpack
 from attn_ops.kernels.reference.rope_alibi import alibi_slopes, rotate_half
@@ -22,6 +21,7 @@ from attn_ops.ops.options import LOG2E, AttentionOptions, saturate, softmax_scal
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import WORK_FIELDS, DecodePlan, PlanProblem, PrefillPlan
 from attn_ops.symbolic_sizes import any_zero, at_least, guard_or_true, may_be_one
+from attn_ops.tracing import is_compiling
 
 MAX_ELEMENTS = 1 << 26
 """Logits, or elements of gathered keys, that prefill holds at a time."""

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "version",
         "exports",
         "symbolic_sizes",
+        "tracing",
         "gpu",
         "cpp",
         "ops",

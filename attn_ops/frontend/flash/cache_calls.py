@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_ops.eager.interposition import is_compiling
 from attn_ops.eager.op_call import OpCall
 from attn_ops.frontend.arguments import ranked, required
 from attn_ops.frontend.block_tables import lengths
@@ -27,6 +26,7 @@ from attn_ops.frontend.scales import ScaleFactors
 from attn_ops.frontend.shared_plans import Found, Scheduled
 from attn_ops.ops.options import AttentionOptions
 from attn_ops.symbolic_sizes import has_static_value
+from attn_ops.tracing import is_compiling
 
 
 def _token_pages(where: str, name: str, cache: Tensor) -> Tensor:

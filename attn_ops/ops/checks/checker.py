@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.argument_checks import check_no_overlap
-from attn_ops.eager.interposition import check_no_grad, is_compiling
+from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
     AttnOpsError,
@@ -30,6 +30,7 @@ from attn_ops.ops.options import FLOATS, FP8, LAYOUTS, PAGED_DIMS, AttentionOpti
 from attn_ops.plan.plan_checks import check_groups, check_plan
 from attn_ops.plan.state import DecodePlan, PlanProblem, PrefillPlan, keys_ahead
 from attn_ops.symbolic_sizes import guard_or_false, holds
+from attn_ops.tracing import is_compiling
 
 Plan = TypeVar("Plan", bound=DecodePlan | PrefillPlan)
 
