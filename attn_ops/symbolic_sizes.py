@@ -77,6 +77,15 @@ def at_least(size: int, least: int) -> int:
     return max(size, least) if type(size) is int and type(least) is int else torch.sym_max(size, least)
 
 
+def quotient(n: int, divisor: int) -> int:
+    """``n // divisor`` of ``n`` below 2^16, for a ``divisor`` that may be 0, with a result of ``n`` or more.
+
+    Graphs take symbolic sizes for positive and drop a maximum with 1, so that a package would divide by 0.
+    """
+    scale = 1 << 16
+    return (scale + 1) * n // (scale * divisor + 1)
+
+
 def may_be_one(size: int) -> bool:
     """Whether contents of tensors decide if ``size``, of a graph that is being lowered, is 1. No guard is added."""
     unbacked = isinstance(size, torch.SymInt) and _guards().has_free_unbacked_symbols(size)

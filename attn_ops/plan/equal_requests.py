@@ -15,7 +15,7 @@ from attn_ops.plan.sizing import (
     resident_ctas,
 )
 from attn_ops.plan.state import PlanProblem, full_tiles, keys_ahead
-from attn_ops.symbolic_sizes import at_least, at_most, has_static_value
+from attn_ops.symbolic_sizes import at_least, at_most, has_static_value, quotient
 
 SPLIT_BLOCK = 128
 """Keys of all splits of a request but the last are a multiple of this, the largest KV tile of a kernel."""
@@ -136,7 +136,7 @@ def fastest_splits(units: int, packed_rows: int, visible: int, seen_by_all: int,
     if ctas == 1:
         return 1
     if not all(type(size) is int for size in (units, visible, most)):
-        return at_least(at_most(ctas // units, at_most(seen_by_all // SYMBOLIC_SPLIT_KEYS, MAX_SPLITS)), 1)
+        return at_least(at_most(quotient(ctas, units), at_most(seen_by_all // SYMBOLIC_SPLIT_KEYS, MAX_SPLITS)), 1)
 
     def wave_time(running: int, keys: int) -> float:
         if running == 0:

@@ -12,14 +12,14 @@ import torch
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The ``Specialization`` of each launch of the CUDA prefill and MLA kernels, which need a Hopper GPU.
+    """The ``Specialization`` of each launch of CUDA kernels by ops of prefill and MLA, which need a Hopper GPU.
 
     Not the tensors, which a CUDA graph wants freed.
     """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
     specializations: list[Any] = []
-    for name in ("prefill", "mla"):
+    for name in ("prefill", "single_decode", "mla"):
         module = importlib.import_module(f"attn_ops.kernels.cuda.{name}")
         monkeypatch.setattr(module, "launch", _recorded(module.launch, specializations))
     return specializations

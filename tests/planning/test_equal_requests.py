@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_ops.plan.equal_requests import SPLIT_BLOCK, EqualRequests, divide
+from attn_ops.plan.equal_requests import SPLIT_BLOCK, EqualRequests, divide, divide_rows
+from attn_ops.symbolic_sizes import quotient
 
 SMS = 132
 
@@ -80,3 +82,27 @@ def test_symbolic_sizes_have_splits_without_guards() -> None:
         values = {s.node.expr: n for s, n in zip((batch, rows, keys), hints, strict=True)}
         assert found.splits.node.expr.xreplace(values) == splits
         assert found.num_slots.node.expr.xreplace(values) == (splits * hints[0] if splits > 1 else 0)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_program_divides_no_requests(rows: int) -> None:
+    """PyTorch drops a maximum of a batch and 1, but an exported program takes a batch of 0."""
+
+    class Splits(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> tuple[int, int]:
+            batch, keys = q.shape[0], k.shape[1]
+            found = divide_rows(batch, keys, -1, 16, 4) if rows == 1 else requests(batch, rows, keys)
+            return found.splits, found.num_slots
+
+    dims = {"q": {0: torch.export.Dim("batch", max=500)}, "k": {0: None, 1: torch.export.Dim("keys", max=9000)}}
+    program = torch.export.export(Splits(), (torch.zeros(3), torch.zeros(1, 700)), dynamic_shapes=dims).module()
+    assert program(torch.zeros(0), torch.zeros(1, 4096))[1] == 0
+    assert program(torch.zeros(2), torch.zeros(1, 4096)) == (8, 16)
+    assert program(torch.zeros(5), torch.zeros(1, 4096)) == (3, 15)
+    assert program(torch.zeros(2), torch.zeros(1, 0)) == (1, 0)
+
+
+def test_a_quotient_is_that_of_integers_or_large() -> None:
+    for n in (0, 1, 7, 66, 132, 65535):
+        assert [quotient(n, divisor) for divisor in range(1, 300)] == [n // divisor for divisor in range(1, 300)]
+        assert quotient(n, 0) >= n
