@@ -18,7 +18,10 @@ from attn_ops.plan.state import PlanProblem, full_tiles, keys_ahead
 from attn_ops.symbolic_sizes import at_least, at_most, has_static_value, quotient
 
 SPLIT_BLOCK = 128
-"""Keys of all splits of a request but the last are a multiple of this, the largest KV tile of a kernel."""
+"""Keys of all splits of a request but the last are a multiple of this, the largest KV tile of 16-bit keys.
+
+``kSplitKeys`` of ``kernels/cuda/decode_problem.cuh``.
+"""
 
 MAX_SPLITS = 128
 """Most splits of a request. The combine reads all of them for each output row."""
