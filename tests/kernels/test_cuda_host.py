@@ -413,8 +413,8 @@ def test_split_requests_of_equal_lengths(case: Case, monkeypatch: pytest.MonkeyP
         launched.append((arguments["request_splits"], arguments["slots"]))
         host.launch(*args, **arguments)
 
-    with Host(sms=2).installed() as host:
-        monkeypatch.setattr(prefill, "launch", launch)
+    with Host(sms=2).installed() as host, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "launch", launch)
         setup.check(*prefill.single_prefill(**setup.unplanned_arguments), **setup.tolerance("cuda"))
     assert launched == [(3, 3 * len(case.kv_lens))]
 

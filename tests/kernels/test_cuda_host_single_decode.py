@@ -121,16 +121,16 @@ def test_keys_and_values_of_any_strides() -> None:
     ],
     ids=str,
 )
-def test_other_calls_are_for_the_prefill_kernel(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_calls_are_for_the_prefill_kernel(options: dict[str, Any]) -> None:
     launched: list[str] = []
 
     def launch(specialization: Any, *_: Any, **__: Any) -> None:
         launched.append(specialization.kernel.function)
 
     setup = Setup("ragged", _case("other", 2, 40, **options))
-    with Host(3).installed():
-        monkeypatch.setattr(prefill, "launch", launch)
-        monkeypatch.setattr(single_decode, "launch", launch)
+    with Host(3).installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "launch", launch)
+        patch.setattr(single_decode, "launch", launch)
         prefill.single_prefill(**setup.unplanned_arguments)
     assert launched == ["prefill"]
 
