@@ -53,7 +53,7 @@ SPECIALIZATIONS: dict[DecodeKey, Specialization] = {
 def _map(t: Tensor, strides: tuple[int, int, int], batch: EqualRequests, heads: int, key: DecodeKey) -> TensorMap:
     """The map of keys or values: a dimension each of requests, of the KV heads of a CTA, and of tokens.
 
-    ``strides`` are of pages, which there are none of, tokens and heads.
+    ``strides`` are those of :class:`Operands`, of which that of pages is unused.
     """
     _, token, head = strides
     columns = Columns.overlapping(t) if key.padded and not key.fp8 else Columns.of(t, padded=key.padded)
