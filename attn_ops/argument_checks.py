@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, DTypeError, ShapeError, dtype_name, fail, unsupported
+from attn_ops.errors import ArgumentError, ArgumentTypeError, DTypeError, ShapeError, dtype_name, fail, unsupported
 from attn_ops.symbolic_sizes import overlapping_dim
 
 _ADMITTED: dict[Any, tuple[type, ...]] = {
@@ -46,7 +46,7 @@ class Argument(NamedTuple):
 def integers(where: str, **values: Any) -> tuple[Any, ...]:
     """``values``, with NumPy's integers as Python's.
 
-    A value that is not an integer raises an ArgumentError: arithmetic takes floats and bools too.
+    A value that is not an integer raises an ArgumentTypeError: arithmetic takes floats and bools too.
     """
     for name, value in values.items():
         if type(value) is not int and not admits(value, int):
@@ -55,7 +55,7 @@ def integers(where: str, **values: Any) -> tuple[Any, ...]:
 
 
 def flags(where: str, **values: Any) -> None:
-    """Raise an ArgumentError for a value that is no flag: Python takes any value for true or false."""
+    """Raise an ArgumentTypeError for a value that is no flag: Python takes any value for true or false."""
     for name, value in values.items():
         if type(value) is not bool and (value is None or not admits(value, bool)):
             refuse_type(where, Argument(name, value, bool))
@@ -114,7 +114,7 @@ def check_no_overlap(where: str, name: str, t: Tensor, otherwise: str) -> None:
 
 
 def refuse_type(where: str, wrong: Argument) -> None:
-    """Raise an ArgumentError for a value that its annotation does not admit."""
+    """Raise an ArgumentTypeError for a value that its annotation does not admit."""
     name, value, annotation = wrong
     if isinstance(value, Tensor) and value.dim() == 0 and torch.jit.is_tracing():
         unsupported(where, "a call in torch.jit.trace", "sizes are tensors there; use torch.export")
@@ -142,7 +142,7 @@ def refuse_type(where: str, wrong: Argument) -> None:
             fix = f"make a tensor of it with torch.from_numpy({name})"
         elif name == "plan" and hasattr(value, "plan") and hasattr(value, "state"):
             fix = "pass what its plan() returns"
-    fail(ArgumentError, where, f"{name} is {shown}", expected, fix)
+    fail(ArgumentTypeError, where, f"{name} is {shown}", expected, fix)
 
 
 def mismatch(argument: Argument) -> Argument | None:

@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "ArgumentError",
+    "ArgumentTypeError",
     "AttnOpsError",
     "BackendError",
     "CapacityError",
@@ -31,7 +32,12 @@ __all__ = [
 
 
 class AttnOpsError(Exception):
-    """Base class of the errors that this library raises."""
+    """Base class of the errors that this library raises. A message begins with the name of what was called."""
+
+    @property
+    def where(self) -> str:
+        """The function, op or method that the message names."""
+        return str(self).partition(": ")[0]
 
 
 class ShapeError(AttnOpsError, ValueError):
@@ -58,7 +64,11 @@ class UnsupportedError(OptionError):
 
 
 class ArgumentError(AttnOpsError, TypeError):
-    """An argument is of a wrong Python type, is missing, is given twice, or does not go with another argument."""
+    """An argument is of a wrong type, is missing, is given twice, or does not go with another argument."""
+
+
+class ArgumentTypeError(ArgumentError):
+    """An argument is of a wrong Python type, or is missing: it is None, or left out, and a value is needed."""
 
 
 class PlanError(AttnOpsError, ValueError):

@@ -37,7 +37,7 @@ from torch.export import Dim, ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from attn_ops.errors import ArgumentError, OptionError, UnsupportedError, dtype_name, fail
+from attn_ops.errors import ArgumentError, ArgumentTypeError, OptionError, UnsupportedError, dtype_name, fail
 from attn_ops.plan.context import ContextShard
 from attn_ops.plan.state import KV_BLOCK, DecodePlan, PlanProblem, PrefillPlan, num_partials
 from attn_ops.planner import DecodePlanner, PrefillPlanner
@@ -144,7 +144,13 @@ def _bound(module: nn.Module, planner: DecodePlanner | PrefillPlanner, inputs: S
     """``inputs`` by the names of the arguments of ``forward``, in its order; those of ``*args`` are a tuple."""
     if not isinstance(inputs, Sequence):
         kind = type(inputs).__name__
-        fail(ArgumentError, WHERE, f"inputs is of type {kind}", "a tuple", "pass the arguments of forward in its order")
+        fail(
+            ArgumentTypeError,
+            WHERE,
+            f"inputs is of type {kind}",
+            "a tuple",
+            "pass the arguments of forward in its order",
+        )
     try:
         bound = inspect.signature(module.forward).bind(*inputs)
     except TypeError as error:

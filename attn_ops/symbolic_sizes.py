@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_ops.tracing import is_compiling
@@ -20,9 +21,9 @@ def _guards() -> Any:
 def _is_plain(condition: Any) -> bool:
     """Whether ``condition`` is on plain integers, Python's or NumPy's.
 
-    In code that Dynamo traces, conditions on symbols are bools too.
+    In code that Dynamo traces, conditions on symbols are bools too. Elsewhere in a trace they are of ``SymBool``.
     """
-    return not isinstance(condition, torch.SymBool) and not is_compiling()
+    return not isinstance(condition, torch.SymBool) and not is_dynamo_compiling()
 
 
 def guard_or_false(condition: Any) -> bool:

@@ -29,7 +29,7 @@ from attn_ops.argument_checks import (
     union_types,
 )
 from attn_ops.errors import (
-    ArgumentError,
+    ArgumentTypeError,
     AttnOpsError,
     DeviceError,
     OptionError,
@@ -54,10 +54,6 @@ _RAW_ERRORS = (
 
 INT64_MAX = torch.iinfo(torch.int64).max
 
-_ABOUT_TYPES = (" of type ", " is None; expected ")
-"""Texts in messages about the type of an argument."""
-
-
 _NAMES_IN_PLANS = {
     "qo_indptr": ("cum_seq_lens_q",),
     "kv_indptr": ("paged_kv_indptr", "indptr", "unique_kv_indptr"),
@@ -71,7 +67,7 @@ _NAMES_IN_PLANS = {
 def typed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: a call that fails because of an argument's type raises an error that names the argument.
 
-    The error is an :class:`~attn_ops.errors.ArgumentError`; an :class:`~attn_ops.errors.OptionError` for an integer
+    The error is an :class:`~attn_ops.errors.ArgumentTypeError`; an :class:`~attn_ops.errors.OptionError` for an integer
     beyond 64 bits; a :class:`~attn_ops.errors.ShapeError` for a tensor without dimensions; or a
     :class:`~attn_ops.errors.DeviceError` for a tensor on ``meta``. An error that no argument's type explains is raised
     as it is. Constructors, whose arguments may be used later, are checked before they run. Compiled and exported graphs
@@ -112,12 +108,11 @@ def _renamed(
     raised: AttnOpsError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> AttnOpsError | None:
     """The error with the name of the caller's argument, if ``raised`` is about a type and names an inner argument."""
-    message = str(raised)
-    about_type = any(words in message for words in _ABOUT_TYPES)
-    own = message.startswith(f"{_where(function, args)}: ")
-    if not isinstance(raised, ArgumentError) or not (about_type or (" is missing; " in message and not own)):
+    if not isinstance(raised, ArgumentTypeError):
         return None
-    return _type_error(function, args, kwargs, functools.partial(_may_explain, message), message if own else "")
+    message = str(raised)
+    named = message if raised.where == _where(function, args) else ""
+    return _type_error(function, args, kwargs, functools.partial(_may_explain, message), named)
 
 
 def _of_caller(
@@ -130,10 +125,9 @@ def _of_caller(
     message, where = str(raised), _where(function, args)
     if "Planner" in where:
         return None
-    begin, colon, rest = message.partition(": ")
-    of_other = colon and begin != where and (begin == "plan" or begin.endswith(".plan"))
+    of_other = raised.where != where and (raised.where == "plan" or raised.where.endswith(".plan"))
     if of_other:
-        message = f"{where}: {rest}"
+        message = where + message.removeprefix(raised.where)
     parameters = inspect.signature(function).parameters
     given = {argument.name for argument in _arguments(function, args, kwargs) if argument.value is not None}
     names: dict[str, str] = {}

@@ -13,6 +13,7 @@ from attn_ops.argument_checks import check_strided, integers
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
     ArgumentError,
+    ArgumentTypeError,
     DeviceError,
     DTypeError,
     OptionError,
@@ -125,7 +126,7 @@ def required(where: str, **arguments: T | None) -> tuple[T, ...]:
     """The values of arguments whose default is None, and which must be given."""
     for name, value in arguments.items():
         if value is None:
-            fail(ArgumentError, where, f"{name} is missing", "a value", f"pass {name}")
+            fail(ArgumentTypeError, where, f"{name} is missing", "a value", f"pass {name}")
     return tuple(arguments.values())  # type: ignore[arg-type]
 
 
@@ -133,7 +134,7 @@ def given_tensor(where: str, name: str, t: Any, device: torch.device) -> Tensor:
     """``t``, checked: a tensor, and not on ``meta`` unless ``device`` is."""
     required(where, **{name: t})
     if not isinstance(t, Tensor):
-        fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "a tensor", f"make a tensor of {name}")
+        fail(ArgumentTypeError, where, f"{name} is of type {type(t).__name__}", "a tensor", f"make a tensor of {name}")
     if t.is_meta and device.type != "meta":
         fail(DeviceError, where, f"{name} is on meta, without contents", f"{device}, where the query is", "move it")
     return t

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_ops.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CapacityError,
     DeviceError,
     DTypeError,
@@ -66,7 +67,7 @@ class GraphBuffers:
 
     def _check(self, name: str, buffer: Tensor | None, dtype: torch.dtype) -> None:
         if buffer is None:
-            fail(ArgumentError, self.where, f"{name} is missing", "a buffer, in CUDA-graph mode", f"pass {name}")
+            fail(ArgumentTypeError, self.where, f"{name} is missing", "a buffer, in CUDA-graph mode", f"pass {name}")
         if buffer.dtype != dtype:
             fail(
                 DTypeError,

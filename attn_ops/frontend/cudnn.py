@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import check_has_dimensions
-from attn_ops.errors import ArgumentError, ShapeError, fail
+from attn_ops.errors import ArgumentError, ArgumentTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.block_tables import TableNames, block_table, lengths, query_row_offsets
 from attn_ops.frontend.call_plans import expected_keys
@@ -37,7 +37,7 @@ def _lengths(
 ) -> Tensor:
     """The lengths ``name``, which the caller left out, as the differences of offsets in tokens of ``rows``."""
     if offsets is None or units != "tokens":
-        fail(ArgumentError, where, f"{name} is missing", f"it, or {offsets_name} in tokens", f"pass {name}")
+        fail(ArgumentTypeError, where, f"{name} is missing", f"it, or {offsets_name} in tokens", f"pass {name}")
     return cumulative(where, offsets_name, offsets.flatten(), offsets.numel() - 1, rows_name, rows).diff()
 
 

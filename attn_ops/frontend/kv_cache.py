@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attn_ops.errors import ArgumentError, ShapeError, fail, shape_of
+from attn_ops.errors import ArgumentTypeError, ShapeError, fail, shape_of
 from attn_ops.ops.options import FP8, LAYOUTS, PAGED_DIMS
 
 PagedCache = Tensor | tuple[Tensor, Tensor] | list[Tensor]
@@ -34,7 +34,9 @@ def paged(where: str, cache: PagedCache, kv_layout: str, *, may_be_shared: bool 
         k, v = cache
     else:
         kind = type(cache).__name__
-        fail(ArgumentError, where, f"the KV cache is of type {kind}", "a tensor, or a pair of them", "pass the cache")
+        fail(
+            ArgumentTypeError, where, f"the KV cache is of type {kind}", "a tensor, or a pair of them", "pass the cache"
+        )
     return _with_page(k, kv_layout), _with_page(v, kv_layout)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_ops.argument_checks import check_real
 from attn_ops.eager.interposition import check_no_grad
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, fail
+from attn_ops.errors import ArgumentTypeError, OptionError, ShapeError, UnsupportedError, fail
 from attn_ops.frontend.arguments import finite
 from attn_ops.ops.options import BOUNDS, MAX_SCALAR, MIN_SCALAR, softmax_scale
 from attn_ops.plan.page_table import seen
@@ -82,7 +82,7 @@ def as_number(where: str, name: str, scale: float) -> float:
     """``scale`` as a finite float. Strings and bools, which ``float`` accepts, are refused."""
     if isinstance(scale, str | bool):
         shown = f"{name} is {scale!r}, of type {type(scale).__name__}"
-        fail(ArgumentError, where, shown, "a number or a tensor or None", "pass a number")
+        fail(ArgumentTypeError, where, shown, "a number or a tensor or None", "pass a number")
     number = float(scale)
     finite(where, name, number)
     return number

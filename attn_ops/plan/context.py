@@ -58,7 +58,7 @@ class ContextShard:
 
     Raises:
         OptionError: one of the numbers is out of range, or ``timeout_s`` is not positive.
-        ArgumentError: one of the first three is not an integer.
+        ArgumentTypeError: one of the first three is not an integer.
     """
 
     rank: int

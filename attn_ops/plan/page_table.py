@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.eager.interposition import is_recorded
-from attn_ops.errors import ArgumentError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
+from attn_ops.errors import ArgumentTypeError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
 from attn_ops.symbolic_sizes import holds
 from attn_ops.tracing import is_compiling
@@ -70,7 +70,7 @@ class PageTable(NamedTuple):
         """A page table of tensors of any integer dtype.
 
         Raises:
-            ArgumentError: an argument is not a tensor.
+            ArgumentTypeError: an argument is not a tensor.
             ShapeError: a rank is not 1, or the lengths do not agree.
             DTypeError: a dtype is not an integer dtype.
             PageTableError: a number on the host does not fit int32.
@@ -155,7 +155,9 @@ def _largest(lengths: Tensor) -> int:
 def index(where: str, name: str, t: Tensor) -> Tensor:
     """``t``, a vector of any integer dtype and stride, as contiguous int32."""
     if not isinstance(t, Tensor):
-        fail(ArgumentError, where, f"{name} is of type {type(t).__name__}", "an int32 tensor", "make a tensor of it")
+        fail(
+            ArgumentTypeError, where, f"{name} is of type {type(t).__name__}", "an int32 tensor", "make a tensor of it"
+        )
     if t.dim() != 1:
         fail(ShapeError, where, f"{name} is {shape_of(t)}", "one dimension", f"reshape {name}")
     return as_int32(where, name, t).contiguous()

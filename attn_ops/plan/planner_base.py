@@ -14,6 +14,7 @@ from attn_ops.eager.op_call import OpCall
 from attn_ops.eager.prepared_call import PreparedCalls, new_caches
 from attn_ops.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CapacityError,
     DeviceError,
     DTypeError,
@@ -104,7 +105,7 @@ def check_storage(
         if name not in shapes and name != WORKSPACE:
             fail(ArgumentError, where, "there is no such field", ", ".join([*shapes, WORKSPACE]), "correct the name")
         if not isinstance(t, Tensor):
-            fail(ArgumentError, where, f"it is of type {type(t).__name__}", "a tensor", "pass a tensor")
+            fail(ArgumentTypeError, where, f"it is of type {type(t).__name__}", "a tensor", "pass a tensor")
         if t.dtype != dtype:
             fail(DTypeError, where, f"it is {dtype_name(t.dtype)}", dtype_name(dtype), "allocate it in that dtype")
         if t.device != device:

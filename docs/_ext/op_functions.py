@@ -19,7 +19,7 @@ HEAD = '''\
 """The ops of ``torch.ops.attn`` as Python functions. Generated: see ``docs/_ext/op_functions.py``; do not edit.
 
 Each takes the arguments of its op by the same names, calls it, and traces to the same node. An argument of a wrong type
-raises :class:`~attn_ops.errors.ArgumentError`.
+raises :class:`~attn_ops.errors.ArgumentTypeError`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_a_causal_of_another_type_is_refused_before_the_append(causal: Any, rows
     run = torch.compile(call, fullgraph=True, backend="eager") if traced else call
     with pytest.raises(Exception, match=r"causal is .*of type (str|list); expected True or False; pass") as raised:
         run(q, c.k, c.v, new, new)
-    assert traced or raised.type is errors.ArgumentError
+    assert traced or raised.type is errors.ArgumentTypeError
     assert torch.equal(c.k.nan_to_num(), before.nan_to_num())
 
 

@@ -10,7 +10,15 @@ from helpers.page_tables import int32, page_table
 from torch import Tensor
 
 from attn_ops import DecodePlanner, PrefillPlanner
-from attn_ops.errors import ArgumentError, AttnOpsError, CapacityError, DeviceError, DTypeError, ShapeError
+from attn_ops.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AttnOpsError,
+    CapacityError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+)
 from attn_ops.plan.state import workspace_size
 
 SIZES: dict[str, Any] = {"page_size": 16, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "num_ctas": 4}
@@ -102,7 +110,7 @@ SHARED = torch.zeros(999, dtype=torch.int32)
 BAD: list[tuple[dict[str, Any], type[AttnOpsError], str]] = [
     ({"kv_length": int32([0] * 4)}, ArgumentError, r"\['kv_length'\]: there is no such field; expected .*kv_len.*; c"),
     ({"problem": int32([0] * 4)}, ArgumentError, r"\['problem'\]: there is no such field; expected .*kv_len.*; c"),
-    ({"kv_len": [0] * 4}, ArgumentError, r"\['kv_len'\]: it is of type list; expected a tensor; pass"),
+    ({"kv_len": [0] * 4}, ArgumentTypeError, r"\['kv_len'\]: it is of type list; expected a tensor; pass"),
     ({"kv_len": SHARED[1:5], "kv_indptr": SHARED[4:9]}, ArgumentError, r"\['kv_indptr'\]: it shares memory with sto"),
     ({"kv_indptr": SHARED[:5], "workspace": SHARED[4:].view(torch.float32)}, ArgumentError, r"\['workspace'\]: it sha"),
     ({"kv_len": torch.zeros(4, dtype=torch.int64)}, DTypeError, r"\['kv_len'\]: it is int64; expected int32; allocate"),

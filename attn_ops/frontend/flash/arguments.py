@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_ops.argument_checks import check_has_dimensions, check_real, integers, optional_flags
 from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import ArgumentError, OptionError, ShapeError, fail, shape_of
+from attn_ops.errors import ArgumentError, ArgumentTypeError, OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import as_sinks, renamed
 from attn_ops.frontend.arguments import refuse as refuse_unsupported
 from attn_ops.frontend.scales import Scale, ScaleFactors, positive_number
@@ -27,7 +27,7 @@ _BY_NAME = "pass arguments in FlashAttention 3's order by name: by position they
 def refuse(where: str, **arguments: Any) -> None:
     """Raise for an argument that would change the result, and for a ``dropout_p`` of None."""
     if arguments.get("dropout_p", 0.0) is None:
-        fail(ArgumentError, where, "dropout_p is None", "0.0", _BY_NAME)
+        fail(ArgumentTypeError, where, "dropout_p is None", "0.0", _BY_NAME)
     refuse_unsupported(where, FLASH_ATTENTION, **arguments)
 
 

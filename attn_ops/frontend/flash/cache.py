@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
-from attn_ops.errors import ArgumentError, PageTableError, ShapeError, fail
+from attn_ops.errors import ArgumentTypeError, PageTableError, ShapeError, fail
 from attn_ops.frontend.arguments import positive
 from attn_ops.frontend.block_tables import block_table, check_block_table, lengths, too_long
 from attn_ops.frontend.call_plans import BlockTables
@@ -49,7 +49,7 @@ class CacheLengths(NamedTuple):
         taken = seqlens is None or isinstance(seqlens, Tensor | torch.SymInt | int)
         if isinstance(seqlens, bool) or not (taken or hasattr(seqlens, "__index__")):
             shown = f"{name} is {seqlens!r}, of type {type(seqlens).__name__}"
-            fail(ArgumentError, where, shown, "a tensor, an integer or None", "pass whole tokens")
+            fail(ArgumentTypeError, where, shown, "a tensor, an integer or None", "pass whole tokens")
         return cls(seqlens if taken else operator.index(seqlens), cumulative, name)
 
     def key(self) -> Hashable:

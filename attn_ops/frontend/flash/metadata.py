@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from attn_ops.eager.interposition import is_traced
 from attn_ops.eager.op_call import Lookup, flatten_tensors
-from attn_ops.errors import ArgumentError, PlanError, fail
+from attn_ops.errors import ArgumentError, ArgumentTypeError, PlanError, fail
 from attn_ops.plan.page_table import seen
 from attn_ops.plan.page_table_checks import check_indices
 from attn_ops.plan.state import DecodePlan, PrefillPlan
@@ -100,7 +100,7 @@ def check_given(where: str, given: object, form: BatchForm, decode: bool) -> Sch
     """``scheduler_metadata=`` of a call, which must have been made for a batch of this form."""
     if not isinstance(given, SchedulerMetadata):
         fail(
-            ArgumentError,
+            ArgumentTypeError,
             where,
             f"scheduler_metadata is of type {type(given).__name__}",
             "a SchedulerMetadata",

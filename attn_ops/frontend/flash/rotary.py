@@ -10,15 +10,7 @@ from torch import Tensor
 from attn_ops.argument_checks import optional_flags
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import check_no_grad
-from attn_ops.errors import (
-    ArgumentError,
-    DTypeError,
-    PageTableError,
-    ShapeError,
-    dtype_name,
-    fail,
-    shape_of,
-)
+from attn_ops.errors import ArgumentTypeError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.frontend.arguments import required
 from attn_ops.frontend.autocast import joined
 from attn_ops.frontend.flash.cache import CacheBatch, CacheLengths
@@ -48,7 +40,7 @@ class Rotary(NamedTuple):
             return None
         if cos is None or sin is None:
             missing = "rotary_cos" if cos is None else "rotary_sin"
-            fail(ArgumentError, where, f"{missing} is missing", "both tables or none", f"pass {missing}")
+            fail(ArgumentTypeError, where, f"{missing} is missing", "both tables or none", f"pass {missing}")
         for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
             if t.dim() != 2 or t.shape != cos.shape or not 0 < 2 * t.shape[1] <= head_dim or not t.shape[0]:
                 fail(

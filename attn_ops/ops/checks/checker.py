@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from attn_ops.argument_checks import check_no_overlap
 from attn_ops.eager.interposition import check_no_grad
 from attn_ops.errors import (
-    ArgumentError,
+    ArgumentTypeError,
     AttnOpsError,
     CapacityError,
     DeviceError,
@@ -50,7 +50,7 @@ class OpChecker:
     def tensor(self, name: str, t: Tensor, dims: str, dtypes: Sequence[torch.dtype], like: Tensor | None) -> None:
         """Check rank (counted from ``dims``, such as ``"[batch, heads, head_dim]"``), dtype, device and last stride."""
         if t is None:  # PyTorch's schemas let it through
-            self.fail(ArgumentError, f"{name} is None", f"a tensor {dims}", f"pass {name}")
+            self.fail(ArgumentTypeError, f"{name} is None", f"a tensor {dims}", f"pass {name}")
         rank = dims.count(",") + 1
         if t.dim() != rank:
             self.fail(ShapeError, f"{name} has rank {t.dim()}", f"{rank}, {dims}", f"reshape {name}")

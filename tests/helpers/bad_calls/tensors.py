@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_ops.errors import (
-    ArgumentError,
+    ArgumentTypeError,
     DeviceError,
     DTypeError,
     ShapeError,
@@ -60,7 +60,7 @@ def _rows() -> list[Bad]:
                 Bad(op, {name: to(torch.float64)}, DTypeError, f"{name} is float64", dtypes),
             ]
             if len(named) > 1:  # PyTorch dispatches by the other tensors
-                bad.append(Bad(op, {name: None}, ArgumentError, f"{name} is None", "a tensor ["))
+                bad.append(Bad(op, {name: None}, ArgumentTypeError, f"{name} is None", "a tensor ["))
             if name != "workspace":
                 what = f"{name} has stride 2 in its last dimension"
                 bad.append(Bad(op, {name: every_other}, ShapeError, what, "1"))
