@@ -23,7 +23,7 @@ VARIABLE = "ATTN_OPS_CACHE_DIR"
 """The environment variable that moves the cache."""
 
 MAX_FILES = 1024
-"""Most files. A file beyond this limit evicts the least recently used files. One version has 501 cubins, and
+"""Most files. A file beyond this limit evicts the least recently used files. One version has some 500 cubins, and
 two versions may take turns."""
 
 MAX_BYTES = 64 << 20

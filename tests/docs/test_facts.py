@@ -91,6 +91,40 @@ def test_sizes_of_prefill_tiles_are_those_of_the_kernel() -> None:
     assert listed == found
 
 
+IMAGE_ROWS: dict[str, dict[str, object]] = {
+    "for any plan": {},
+    "for few packed rows": {"special": "few rows"},
+    "for large batches": {"special": "large batch"},
+    "for short KV": {"special": "short KV"},
+    "with RoPE": {"pos_encoding": "ROPE_LLAMA"},
+    "with ALiBi": {"pos_encoding": "ALIBI"},
+    "for padded heads": {"padded": True},
+}
+"""Rows of the table of images of ``prefill.cu``: what the keys of a row do not have at its default."""
+
+
+def test_numbers_of_images_are_those_of_the_kernels() -> None:
+    build = pytest.importorskip("attn_ops.kernels.cuda.build", exc_type=ImportError)
+    from attn_ops.kernels.cuda.prefill import E4M3, SPECIALIZATIONS
+
+    section = DESIGN.read_text(encoding="utf-8").partition("## Images")[2].partition("\n## ")[0]
+    images = {build.key_of(one): one.kernel.source for one in build.specializations()}
+    rows = re.findall(r"^\| `(\w+\.cu)` \| (\d+) \|", section, re.MULTILINE)
+    assert {source: int(number) for source, number in rows} == Counter(images.values())
+    assert f"So {len(images)} images" in section
+    table = section.partition("| images of `prefill.cu` |")[2]
+    listed = {name: line.split("|") for name, line in re.findall(r"^\| ((?:for|with) [\w ]+) \| (.*) \|$", table, re.M)}
+    assert listed.keys() == IMAGE_ROWS.keys()
+    defaults: dict[str, object] = {"special": "", "pos_encoding": "NONE", "padded": False}
+    for name, cells in listed.items():
+        wanted = defaults | IMAGE_ROWS[name]
+        keys = [key for key in SPECIALIZATIONS if all(getattr(key, field) == x for field, x in wanted.items())]
+        columns = Counter((key.dtype == E4M3, key.fp8, key.custom_mask) for key in keys)
+        order = [(False, fp8, mask) for fp8 in (False, True) for mask in (False, True)] + [(True, True, False)]
+        assert [int(cell or 0) for cell in map(str.strip, cells)] == [columns.pop(column, 0) for column in order], name
+        assert not columns
+
+
 def module_state(tree: ast.Module) -> Iterator[str]:
     """Cached functions, libraries of ops, and module variables that begin empty or belong to a thread."""
     thread_local = {
