@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import attn_ops
+from attn_ops import flash_attn
 from attn_ops.ops.schemas import SCHEMAS
 from attn_ops.plan.page_table import ragged_pages, uniform_indptr
 from benchmarks import report
@@ -23,8 +24,9 @@ from benchmarks.timing import device_microseconds, host_microseconds
 NOTE = (
     "Host times are of eager calls that only enqueue work, for 64 requests, in 40 interleaved rounds of 200 calls. "
     "`measured` is the shortest round, since other load only adds to it. `wrapper` is "
-    "BatchDecodeWithPagedKVCacheWrapper, of this library and of FlashInfer. The empty op shows what PyTorch's "
-    "dispatcher adds to batch_decode. Memory is that of a plan for 256 requests of 128k tokens."
+    "BatchDecodeWithPagedKVCacheWrapper, of this library and of FlashInfer. Functions plan in each call, for lengths "
+    "on the GPU. The empty op shows what PyTorch's dispatcher adds to batch_decode. Memory is that of a plan for 256 "
+    "requests of 128k tokens."
 )
 HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 PAGE = 16
@@ -123,6 +125,24 @@ class _Step:
         plan()
         return {"run": lambda: wrapper.run(self.q, self.cache), "plan": plan}
 
+    def functions(self) -> Calls:
+        """Functions that plan in each call, as lengths are on the GPU."""
+        (k, v), workspace = self.cache.unbind(1), flashinfer_workspace("cuda")
+        table, q = self.table[1].view(self.batch, -1), self.q[:, None]
+        lengths = torch.full((self.batch,), table.shape[1] * PAGE, device="cuda", dtype=torch.int32)
+        rows, keys = (uniform_indptr(self.batch, n, torch.device("cuda")) for n in (1, table.shape[1] * PAGE))
+        ragged = torch.randn(2, int(keys[-1]), 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
+        longest, paged = table.shape[1] * PAGE, {"cache_seqlens": lengths, "block_table": table}
+        return {
+            "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(q, k, v, **paged),
+            "flash_attn_varlen_func": lambda: flash_attn.flash_attn_varlen_func(
+                self.q, *ragged, rows, keys, 1, longest
+            ),
+            "trtllm_batch_decode_with_kv_cache": lambda: attn_ops.trtllm_batch_decode_with_kv_cache(
+                self.q, self.cache, workspace, table, lengths, longest, kv_layout="NHD"
+            ),
+        }
+
 
 def _peers(step: _Step) -> Calls:
     try:
@@ -136,7 +156,7 @@ def _host() -> list[report.Row]:
     step = _Step()
     calls = {f"plan, batch {batch}": _planning(batch) for batch in PLANNED_BATCHES}
     calls |= {f"wrapper.{name}": call for name, call in step.wrapper(attn_ops).items()}
-    calls |= {**step.ops(), **_peers(step)}
+    calls |= {**step.ops(), **step.functions(), **_peers(step)}
     for call in calls.values():
         call()
     times = host_microseconds(calls)

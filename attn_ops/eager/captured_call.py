@@ -85,7 +85,7 @@ class CapturedCall(NamedTuple):
             return None
         used = {id(t): t for x in self.launches for t in x.tensors}
         scratch = (*scratch, *self.scratch)
-        memory = [t for t in scratch if id(t) in used and t.numel()]
+        memory = list({id(t): t for t in scratch if id(t) in used and t.numel()}.values())
         for t in (*self.outputs, *memory):
             used.pop(id(t), None)
         found = [source_of(t, arguments, (*constants, *scratch), views) for t in used.values()]
@@ -113,8 +113,9 @@ def source_of(
 ) -> tuple[int, int] | None:
     """The index of the argument that ``t`` is, or is a view of, and the offset of ``t`` in it in bytes.
 
-    For a tensor of ``constants`` that is no argument: CONSTANT and its address. None if ``t`` is neither, or shares
-    memory with several arguments, and ``views`` does not name one of them.
+    For a tensor of ``constants`` that is no argument: CONSTANT and its address, and for one without elements a null
+    pointer. None if ``t`` is none of these, or shares memory with several arguments, and ``views`` does not name one of
+    them.
     """
     base = next((base for view, base in views if view is t and view.data_ptr() == base.data_ptr()), t)
     i = index_of(arguments, base)
@@ -124,6 +125,8 @@ def source_of(
         storage = t.untyped_storage().data_ptr()
         found = [i for i, x in enumerate(arguments) if x.untyped_storage().data_ptr() == storage]
         i = found[0] if t.numel() and len({id(arguments[i]) for i in found}) == 1 else None
+    if i is None and not t.numel():
+        return CONSTANT, 0
     return None if i is None else (i, t.data_ptr() - arguments[i].data_ptr())
 
 

@@ -21,6 +21,7 @@ from attn_ops.eager.bounded_cache import BoundedCache
 from attn_ops.eager.extension import extension
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, Undispatched, call_cache
+from attn_ops.eager.recorded_calls import active_recording
 from attn_ops.tracing import is_compiling
 
 
@@ -97,7 +98,8 @@ def call_op(op: str, *args: Any, **kwargs: Any) -> Any:
     """Call ``torch.ops.attn.<op>``, before the dispatcher if it can be. The first argument is a tensor."""
     if not is_compiling():
         if args[0].is_cuda:
-            return OP_CACHES[op].direct(*args, **kwargs)
+            recorded = active_recording()
+            return OP_CACHES[op].direct(*args, **kwargs) if recorded is None else recorded.call(op, args, kwargs)
         if args[0].is_cpu:
             return CHECKED_CALLS[op].direct(*args, **kwargs)
     return getattr(torch.ops.attn, op)(*args, **kwargs)

@@ -77,15 +77,16 @@ def _arguments_of(op: str) -> dict[str, _Argument]:
 class Lookup(NamedTuple):
     """How calls find tensors that are not among their arguments, such as the tensors of a plan.
 
-    by       the arguments that decide which tensors are found
-    found    the tensors that this call found
-    find     finds the tensors of a later call, given its arguments in place of ``by``; None if that call must run
-             as written
+    by        the arguments that decide which tensors are found
+    found     the tensors that this call found
+    find      finds the tensors of a later call, given its arguments in place of ``by``; None if there are none
+    is_kept   whether the tensors of a call that finds none are kept for later calls: it must run as written
     """
 
     by: tuple[Tensor, ...]
     found: Sequence[Tensor]
     find: Callable[..., Sequence[Tensor] | None]
+    is_kept: Callable[[], bool] = lambda: True
 
 
 class OpCall(NamedTuple):

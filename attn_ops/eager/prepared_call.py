@@ -16,6 +16,7 @@ through the dispatcher.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, Protocol
 
@@ -29,6 +30,7 @@ from attn_ops.eager.extension import extension
 from attn_ops.eager.interposition import INTERPOSITION_CHECKS
 from attn_ops.eager.op_cache import MAX_ENTRIES, OP_CACHES, call_cache
 from attn_ops.eager.op_call import Executable, Lookup, OpCall, flatten_tensors, has_gradients
+from attn_ops.eager.recorded_calls import Recording, TensorsCall, recording
 from attn_ops.tracing import is_compiling
 
 P = ParamSpec("P")
@@ -71,11 +73,16 @@ class HasPreparedCalls(Protocol):
         """Tensors that the op takes and that are not arguments of the method. They live as long as the caches."""
 
 
-def first_call(op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence[Tensor]) -> tuple[Any, Any]:
-    """Execute the call. Returns its result and the prepared call, a function of ``arguments``, or None for it."""
-    calls, lookup = (*op_call.before, op_call), op_call.lookup
+def first_call(
+    op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence[Tensor], recorded: Recording
+) -> tuple[Any, Any]:
+    """Execute the call. Returns its result and the prepared call, a function of ``arguments``, or None for it.
+
+    ``recorded`` has the ops that were called while the call was built.
+    """
+    calls = (*op_call.before, op_call)
     converted = [call.as_dispatched() for call in calls]
-    if op_call.destinations is None or None in converted:
+    if (op_call.destinations is None and not op_call.repeatable) or None in converted:
         return op_call.execute(), None
     if op_call.before:  # these calls may write to tensors that this call reads, so it is checked first
         OP_CACHES[op_call.op].check(op_call.args, converted[-1] or {})
@@ -87,32 +94,79 @@ def first_call(op_call: OpCall, arguments: Sequence[Tensor], constants: Sequence
     if None not in captures:
         launches = [x for one in captures for x in one.launches]
         scratch = [t for one in captures for t in one.scratch]
-        prepared_call = CapturedCall(launches, outputs_of(outputs), scratch).bind(
-            arguments if lookup is None else (*arguments, *lookup.found),
-            constants,
-            op_call.unpack,
-            op_call.destinations,
-            op_call.shape,
-            op_call.scratch,
-            op_call.views,
-        )
-    if prepared_call is not None and lookup is not None:
-        prepared_call = _looked_up(prepared_call, lookup, arguments, op_call)
+        captured = CapturedCall(launches, outputs_of(outputs), scratch)
+        prepared_call = _prepared_call(op_call, captured, arguments, constants, recorded)
     return outputs if op_call.finalize is None else op_call.finalize(*outputs), prepared_call
 
 
-def _looked_up(
-    prepared_call: Any, lookup: Lookup, arguments: Sequence[Tensor], op_call: OpCall
-) -> Callable[[tuple[Tensor, ...]], Any] | None:
-    """A function that makes the prepared call with a later call's arguments and the tensors that it looks up."""
-    places = [index_of(arguments, t) for t in lookup.by]
-    if None in places or any(t is not None for t in op_call.destinations or ()):
+def _prepared_call(
+    op_call: OpCall,
+    captured: CapturedCall,
+    arguments: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    recorded: Recording,
+) -> Any:
+    """The prepared call of ``captured``, the launches of the call and of what it makes before; None for no such call.
+
+    What was recorded is repeated, or its results are looked up.
+    """
+
+    destinations, is_converted = op_call.destinations or (), op_call.destinations is None
+
+    def bind(captured: CapturedCall, found: Sequence[Tensor], scratch: Sequence[Tensor] = ()) -> Any:
+        return captured.bind(
+            (*arguments, *found),
+            (*constants, *recorded.constants),
+            op_call.unpack and not is_converted,
+            destinations,
+            None if is_converted else op_call.shape,
+            (*op_call.scratch, *scratch),
+            op_call.views,
+        )
+
+    lookup, repeated = op_call.lookup, None
+    if recorded.complete:
+        whole = captured._replace(launches=[*recorded.launches, *captured.launches])
+        repeated = bind(whole, [x.result for x in recorded.computed], recorded.memory)
+    if not (lookup or is_converted or recorded.constants or recorded.computed):
+        return repeated
+    if any(t is not None for t in destinations):  # a function does not check them for overlap
         return None
-    find = lookup.find
+    call = None if repeated is None else recorded.repetition(repeated, arguments)
+    if lookup is not None:
+        call = _looked_up(bind(captured, lookup.found), lookup, arguments, call)
+    return call if call is None or not is_converted else _converted(call, op_call)
+
+
+def _converted(call: TensorsCall, op_call: OpCall) -> TensorsCall:
+    """A function that makes ``call`` and converts its outputs to the result of ``op_call``."""
+    finalize = op_call.finalize
+    assert finalize is not None
+
+    def converted(tensors: tuple[Tensor, ...]) -> Any:
+        outputs = call(tensors)
+        return outputs if outputs is NotImplemented else finalize(*outputs)
+
+    return converted
+
+
+def _looked_up(
+    prepared_call: Any, lookup: Lookup, arguments: Sequence[Tensor], repeated: TensorsCall | None
+) -> TensorsCall | None:
+    """A function that makes the prepared call with a later call's arguments and the tensors that it looks up.
+
+    A call that finds none is ``repeated``, unless later calls shall find what it makes.
+    """
+    places = [index_of(arguments, t) for t in lookup.by]
+    if None in places or prepared_call is None:
+        return None
+    find, is_kept = lookup.find, lookup.is_kept
 
     def call(tensors: tuple[Tensor, ...]) -> Any:
         found = find(*[tensors[i] for i in places])  # type: ignore[index]
-        return NotImplemented if found is None else prepared_call.call((*tensors, *found))
+        if found is not None:
+            return prepared_call.call((*tensors, *found))
+        return NotImplemented if repeated is None or is_kept() else repeated(tensors)
 
     return call
 
@@ -129,13 +183,19 @@ def _not_repeated(_: tuple[Tensor, ...]) -> Any:
 def _cache_of(make: Make, of_method: bool, on_cuda: bool) -> Any:
     """A cache whose entries take the tensors of a call. If one returns NotImplemented, the call runs as written."""
     entries: BoundedCache[Hashable, Any] = BoundedCache(MAX_ENTRIES)
-    first = first_call if on_cuda else bound_call.first_call
 
     def on_miss(key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        executable, arguments, constants = make(*args, **kwargs)
-        if key is None or has_gradients(arguments):
+        if key is None:
+            return make(*args, **kwargs)[0].execute()
+        with recording() as recorded:
+            executable, arguments, constants = make(*args, **kwargs)
+            call = None if has_gradients(arguments) else executable.op_call()
+        if call is None:
             return executable.execute()
-        result, entry = first(executable.op_call(), arguments, constants) or (executable.execute(), None)
+        if on_cuda:
+            result, entry = first_call(call, arguments, constants, recorded)
+        else:
+            result, entry = bound_call.first_call(call, arguments, constants) or (executable.execute(), None)
         entries.insert(key, entry or _not_repeated)
         return result
 
@@ -170,12 +230,15 @@ def prepared(method: Callable[..., Executable]) -> Callable[..., Any]:
     return call
 
 
-def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
+def prepared_function(function: Callable[P, Executable], no_effect: Sequence[str] = ()) -> Callable[P, Any]:
     """:func:`prepared` for a function whose call depends only on its arguments.
 
-    The first argument, or ``q`` by name, is a tensor. Tensors of a plan are arguments like all other tensors: their
-    addresses may change from call to call.
+    The first parameter, by position or by name, is a tensor. Tensors of a plan are arguments like all other tensors:
+    their addresses may change from call to call. Integers ``no_effect`` are parameters that the function does not read:
+    calls that differ in them have one key.
     """
+    names = list(inspect.signature(function).parameters)
+    unread = [(name, names.index(name)) for name in no_effect]
 
     def make(*args: P.args, **kwargs: P.kwargs) -> Any:
         return function(*args, **kwargs), flatten_tensors((*args, *kwargs.values())), ()
@@ -184,9 +247,14 @@ def prepared_function(function: Callable[P, Executable]) -> Callable[P, Any]:
     on_cpu = None if extension is None else _cache_of(make, False, False)
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if on_cuda is not None and on_cpu is not None and not is_compiling():
-            first = args[0] if args else kwargs.get("q")
+            for name, i in unread:
+                if i < len(args):
+                    args = (*args[:i], 0, *args[i + 1 :])
+                elif name in kwargs:
+                    kwargs[name] = 0
+            first = args[0] if args else kwargs.get(names[0])
             if isinstance(first, Tensor):
                 if first.is_cuda:
                     return on_cuda(*args, **kwargs)

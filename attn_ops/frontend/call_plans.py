@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.recorded_calls import allocated
 from attn_ops.frontend.call import AttentionCall, Planned
 from attn_ops.frontend.context import RankKeys
 from attn_ops.frontend.masks import tree_mask_bits
@@ -59,7 +60,8 @@ def problem_of(spec: PlanSpec, device: torch.device, max_kv_len: int, rows: int 
 
 def with_workspace(plan: DecodePlan | PrefillPlan) -> Planned:
     """The plan and a new workspace for it."""
-    return Planned(plan, torch.empty(workspace_size(plan), dtype=torch.float32, device=plan.kv_len.device))
+    memory = torch.empty(workspace_size(plan), dtype=torch.float32, device=plan.kv_len.device)
+    return Planned(plan, allocated(memory))
 
 
 def without_window(plan: Plan) -> Plan:

@@ -5,10 +5,14 @@ Offsets of queries, outputs and ragged KV are accepted if they are the offsets o
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attn_ops.argument_checks import check_has_dimensions
+from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ArgumentError, ArgumentTypeError, ShapeError, fail
 from attn_ops.frontend.arguments import as_sinks, output_dtype, own_backend, positive, ranked, required
 from attn_ops.frontend.block_tables import TableNames, block_table, lengths, query_row_offsets
@@ -42,6 +46,7 @@ def _lengths(
 
 
 @typed
+@functools.partial(prepared_function, no_effect=("max_sequence_kv",))
 def cudnn_batch_decode_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -63,7 +68,7 @@ def cudnn_batch_decode_with_kv_cache(
     q_len_per_req: int = 1,
     window_left: int = -1,
     sinks: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Decode a batch by block tables.
 
     Args:
@@ -110,7 +115,7 @@ def cudnn_batch_decode_with_kv_cache(
         ScaleFactors(),
         kv_layout="HND",
         names=NAMES,
-    ).execute()
+    )
 
 
 def _unnamed_dtype(q_dtype: torch.dtype, out: Tensor | None) -> torch.dtype:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from attn_ops.argument_checks import check_has_dimensions, integers
+from attn_ops.eager.op_call import Executable, MappedCall
+from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import OptionError, ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
     as_sinks,
@@ -78,7 +81,7 @@ class _LatentDecode(NamedTuple):
         query_row_offsets(where, query.shape[0], batch, 1, query.device)
         return uniform_indptr(query.shape[0], query.shape[1], query.device), query.shape[1] > 1
 
-    def execute(self) -> Any:
+    def attention(self) -> Executable:
         where, query, table, seq_lens = self.where, self.query, self.block_tables, self.seq_lens
         q_nope, q_pe, ckv, kpe = self._parts()
         if self.sparse is None:
@@ -98,7 +101,7 @@ class _LatentDecode(NamedTuple):
         assert seq_lens is not None
         dtype, lse = dtype_without_scale(query, self.output.out), self.output.lse
         nested = lse is not None and lse.dim() == 3 and lse.shape == query.shape[:-1] and lse.is_contiguous()
-        result = latent_call(
+        call = latent_call(
             where,
             (q_nope, q_pe, ckv, kpe),
             table,
@@ -113,11 +116,14 @@ class _LatentDecode(NamedTuple):
             self.scales,
             keys,
             sparse=self.sparse is not None,
-        ).execute()
-        return (result[0], lse) if nested and self.output.return_lse else result
+        )
+        if nested and self.output.return_lse:
+            return MappedCall(call, lambda result: (result[0], lse), repeatable=False)
+        return call
 
 
 @typed
+@functools.partial(prepared_function, no_effect=("max_seq_len", "max_q_len"))
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -222,10 +228,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cum_seq_lens_q=cum_seq_lens_q,
         context=(shard, causal_seqlens_kv_global),
         sparse=sparse,
-    ).execute()
+    ).attention()
 
 
 @typed
+@functools.partial(prepared_function, no_effect=("max_seq_len",))
 def xqa_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -241,7 +248,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     bmm2_scale: float | Tensor = 1.0,
     sinks: Any = None,
     enable_pdl: bool | None = None,
-) -> Tensor:
+) -> Any:
     """:func:`trtllm_batch_decode_with_kv_cache_mla` under its other name.
 
     ``out`` may be ``[batch, num_heads, kv_lora_rank]`` for a query of one row per request.
@@ -253,11 +260,11 @@ def xqa_batch_decode_with_kv_cache_mla(
     without_rows = out is not None and query.dim() == 4 and query.shape[1] == 1 and tuple(out.shape) == flat
     output = OutputSpec(out.unsqueeze(1) if without_rows else out)  # type: ignore[union-attr]
     call = _LatentDecode(where, query, kv_cache, dims, block_tables, seq_lens, output, scales, sinks)
-    result: Tensor = call.execute()
-    return result if out is None else out
+    return call.attention() if out is None else MappedCall(call.attention(), lambda _: out, repeatable=False)
 
 
 @typed
+@functools.partial(prepared_function, no_effect=("max_q_len",))
 def trtllm_ragged_attention_deepseek(
     query: Tensor,
     key: Tensor,
@@ -335,4 +342,4 @@ def trtllm_ragged_attention_deepseek(
         ScaleFactors.of_products(bmm1_scale, bmm2_scale),
         backend=own_backend(backend),
         expected=expected_keys(max_kv_len),
-    ).execute()
+    )

@@ -222,7 +222,7 @@ class Found(NamedTuple):
         by = self.by
         if by is None or (by.on_host and by.tensors and not on_cpu):
             return None
-        found, replan = by.finder(), self.replan if on_cpu else None
+        found, replan, on_host = by.finder(), self.replan if on_cpu else None, by.on_host
 
         def find(*tensors: Tensor) -> list[Tensor] | None:
             value = found(tensors)
@@ -233,7 +233,7 @@ class Found(NamedTuple):
             first, *others = value
             return [*first, *others] if isinstance(first, tuple) else [first, *others]
 
-        return Lookup(by.tensors, flatten_tensors((self.value,)), find)
+        return Lookup(by.tensors, flatten_tensors((self.value,)), find, lambda: on_host or bool(active_blocks()))
 
 
 class Scheduled(NamedTuple):

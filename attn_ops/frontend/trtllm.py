@@ -6,6 +6,7 @@ output; each is a number or a 0-d tensor. They run on this library's kernels wha
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from attn_ops.argument_checks import check_has_dimensions, check_real, integers
 from attn_ops.eager.interposition import check_no_grad
+from attn_ops.eager.op_call import Executable, MappedCall
+from attn_ops.eager.prepared_call import prepared_function
 from attn_ops.errors import ShapeError, fail, shape_of
 from attn_ops.frontend.arguments import (
     DType,
@@ -30,6 +33,7 @@ from attn_ops.frontend.arguments import (
     required,
 )
 from attn_ops.frontend.block_tables import block_table, check_host_pages, query_row_offsets, rank_keys
+from attn_ops.frontend.call import AttentionCall
 from attn_ops.frontend.call_plans import expected_keys
 from attn_ops.frontend.context import context_shard
 from attn_ops.frontend.head_tables import HeadTables, with_one_table
@@ -107,7 +111,7 @@ class _Decode(NamedTuple):
     shared_pages: bool = True
     context: tuple[ContextShard | None, Tensor | None] = (None, None)
 
-    def execute(self) -> Any:
+    def attention(self) -> AttentionCall:
         where, query, device = self.where, self.query, self.query.device
         shard, _ = self.context
         given = self.kv_cache, self.block_tables, device, self.kv_layout, self.shared_pages
@@ -141,10 +145,10 @@ class _Decode(NamedTuple):
             backend=own_backend(self.backend),
             tree_mask=self.mask,
             keys=rank_keys(where, *self.context, added, table.shape[0], device, positioned=positioned),
-        ).execute()
+        )
 
-    def execute_by_head(self) -> Any:
-        """Execute with a table and lengths per KV head: KV heads become requests."""
+    def attention_by_head(self) -> Executable:
+        """The call with a table and lengths per KV head: KV heads become requests."""
         where, query, output = self.where, self.query, self.output
         ranked(where, "query", query, QUERY_DIMS)
         caches = paged(where, self.kv_cache, layout(where, self.kv_layout), may_be_shared=True)
@@ -163,18 +167,23 @@ class _Decode(NamedTuple):
                 check_host_pages(where, name, table, self.seq_lens[h], page_size, caches[0].shape[0])
         output.check(where, query, tables.caches[1].shape[-1])
         needs_lse = output.needs_lse
-        result = self._replace(
+        call = self._replace(
             query=tables.split(query),
             kv_cache=tables.caches,
             block_tables=tables.table,
             seq_lens=self.seq_lens.reshape(-1),
             output=OutputSpec(return_lse=needs_lse, dtype=output.dtype),
-        ).execute()
-        out, lse = map(tables.join, result) if needs_lse else (tables.join(result), None)
-        return output.finalize(out, lse, out.dtype)
+        )
+
+        def join(result: Any) -> Any:
+            out, lse = map(tables.join, result) if needs_lse else (tables.join(result), None)
+            return output.finalize(out, lse, out.dtype)
+
+        return MappedCall(call.attention(), join, repeatable=False)
 
 
 @typed
+@functools.partial(prepared_function, no_effect=("max_seq_len", "max_q_len"))
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
@@ -290,10 +299,11 @@ def trtllm_batch_decode_with_kv_cache(
         shared_pages=uses_shared_paged_kv_idx,
         context=(shard, causal_seqlens_kv_global),
     )
-    return call.execute_by_head() if enable_block_sparse_attention else call.execute()
+    return call.attention_by_head() if enable_block_sparse_attention else call.attention()
 
 
 @typed
+@functools.partial(prepared_function, no_effect=("max_seq_len",))
 def xqa_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
@@ -313,7 +323,7 @@ def xqa_batch_decode_with_kv_cache(
     mask: Tensor | None = None,
     kv_cache_sf: Any = None,
     q_cu_seq_lens: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     """:func:`trtllm_batch_decode_with_kv_cache` under its other name, layout NHD; ``q_cu_seq_lens`` for ragged rows."""
     where = "xqa_batch_decode_with_kv_cache"
     refuse(where, kv_cache_sf=kv_cache_sf)
@@ -331,10 +341,11 @@ def xqa_batch_decode_with_kv_cache(
         cu_rows=("q_cu_seq_lens", q_cu_seq_lens),
         mask=mask,
     )
-    return call.execute()
+    return call.attention()
 
 
 @typed
+@functools.partial(prepared_function, no_effect=("max_q_len",))
 def trtllm_batch_context_with_kv_cache(
     query: Tensor,
     kv_cache: PagedCache,
@@ -415,4 +426,4 @@ def trtllm_batch_context_with_kv_cache(
         kv_layout=kv_layout,
         backend=own_backend(backend),
         expected=expected_keys(max_kv_len),
-    ).execute()
+    )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attn_ops.eager.interposition import is_recorded
+from attn_ops.eager.recorded_calls import constant
 from attn_ops.errors import ArgumentTypeError, DTypeError, PageTableError, ShapeError, dtype_name, fail, shape_of
 from attn_ops.plan.page_table_checks import INTEGERS, check_entries, check_indptr
 from attn_ops.symbolic_sizes import holds
@@ -213,8 +214,8 @@ def uniform_indptr(batch: int, q_len: int, device: torch.device) -> Tensor:
         steps = torch.nn.functional.pad(torch.full((batch,), q_len, dtype=torch.int32, device=device), (1, 0))
         return steps.cumsum(0, dtype=torch.int32)
     if isinstance(q_len, int) and q_len > 0:  # one kernel
-        return torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=device)
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
+        return constant(torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=device))
+    return constant(torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len)
 
 
 def ragged_pages(kv_indptr: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,8 @@ def test_views_of_an_argument_are_found_by_their_storage(fake_driver: FakeDriver
     {
         "of the plan": (lambda args: args[2][0], True),
         "unknown": (lambda args: torch.zeros(4), False),
-        "empty, of the storage of an argument": (lambda args: args[1][:0], False),
+        "empty, of the storage of an argument": (lambda args: args[1][:0], True),
+        "empty, of another": (lambda args: torch.zeros(0), True),
     }.values(),
 )
 def test_a_tensor_is_known_or_the_call_is_not_prepared(x: Any, prepared: bool) -> None:

@@ -18,6 +18,7 @@ from attn_ops.eager import op_cache, prepared_call
 from attn_ops.eager.captured_call import CapturedCall, outputs_of
 from attn_ops.eager.op_call import OpCall
 from attn_ops.eager.prepared_call import PreparedCalls, prepared
+from attn_ops.eager.recorded_calls import Recording
 from attn_ops.frontend import planned_batch
 from attn_ops.ops.checks import CHECKS
 
@@ -319,10 +320,11 @@ def test_a_call_is_checked_before_those_that_are_made_first(merger: Merger, monk
     cache, made = op_cache.OP_CACHES["merge_state"], []
     first_call = cache.first_call
     monkeypatch.setattr(cache, "first_call", lambda args, kwargs: made.append(args) or first_call(args, kwargs))
+    bad = write._replace(args=(v, s, v, torch.zeros(4, 3)), before=(write,))
     with pytest.raises(attn_ops.errors.ShapeError, match="s_b"):
-        prepared_call.first_call(write._replace(args=(v, s, v, torch.zeros(4, 3)), before=(write,)), (), ())
+        prepared_call.first_call(bad, (), (), Recording())
     assert not made
-    prepared_call.first_call(write._replace(before=(write,)), (), ())
+    prepared_call.first_call(write._replace(before=(write,)), (), (), Recording())
     assert len(made) == 2
 
 

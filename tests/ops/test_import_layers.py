@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("eager.captured_call", "eager.interposition", "eager.op_entry"),
     ("eager.op_call", "eager.contents"),
     ("eager.op_cache",),
+    ("eager.recorded_calls",),
     ("eager.checked_call",),
     ("eager.bound_call",),
     ("eager.prepared_call",),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_ops.eager.checked_call import call_op
 from attn_ops.eager.interposition import is_traced
+from attn_ops.eager.recorded_calls import computed, constant
 from attn_ops.errors import ArgumentTypeError, PageTableError, ShapeError, fail
 from attn_ops.frontend.arguments import positive
 from attn_ops.frontend.block_tables import block_table, check_block_table, lengths, too_long
@@ -129,8 +130,9 @@ class CacheBatch(NamedTuple):
         if self.cache_batch_idx is not None:
             rows = lengths(where, "cache_batch_idx", self.cache_batch_idx, self.requests, self.device)
         if self.table is None:
-            in_order = torch.arange(self.requests, dtype=torch.int32, device=self.device)
-            return (in_order if rows is None else rows)[:, None]
+            if rows is not None:
+                return rows[:, None]
+            return constant(torch.arange(self.requests, dtype=torch.int32, device=self.device)[:, None])
         name = self.table_name or "block_table"
         table = block_table(where, name, self.table, self.device).to(self.device)
         if rows is None and not holds(table.shape[0] == self.requests):
@@ -188,10 +190,17 @@ class CacheBatch(NamedTuple):
 
     def after(self, where: str, capacity: int) -> Tensor:
         """int32 ``[batch]``: the lengths after the append. Lengths on the host are checked."""
-        before = self.lengths.before(where, self.requests, capacity, self.device, self.table_name)
+        given = [t for t in (*self.lengths.tensors(), self.cu_new) if t is not None]
+        on_host = len(given) > 0 and all(map(seen, given))
+        batch = self._replace(device=torch.device("cpu")) if on_host else self
+        before = batch.lengths.before(where, self.requests, capacity, batch.device, self.table_name)
         if not self.appends:
-            return before
-        after = before + self.new_indptr(where).diff()
+            return before.to(self.device)
+        if self.cu_new is None:
+            added = self.appended // max(1, self.requests)
+            after = computed(lambda before: before + added, before)
+        else:
+            after = before + batch.new_indptr(where).diff()
         return lengths(where, "cache_seqlens", after, self.requests, self.device, capacity, self.table_name)
 
     def has_capacity(self, where: str) -> bool:
