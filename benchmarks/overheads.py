@@ -131,12 +131,14 @@ class _Step:
         table, q = self.table[1].view(self.batch, -1), self.q[:, None]
         lengths = torch.full((self.batch,), table.shape[1] * PAGE, device="cuda", dtype=torch.int32)
         rows, keys = (uniform_indptr(self.batch, n, torch.device("cuda")) for n in (1, table.shape[1] * PAGE))
-        ragged = torch.randn(2, int(keys[-1]), 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
-        longest, paged = table.shape[1] * PAGE, {"cache_seqlens": lengths, "block_table": table}
+        ragged_k, ragged_v = torch.randn(2, int(keys[-1]), 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
+        longest = table.shape[1] * PAGE
         return {
-            "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(q, k, v, **paged),
+            "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(
+                q, k, v, cache_seqlens=lengths, block_table=table
+            ),
             "flash_attn_varlen_func": lambda: flash_attn.flash_attn_varlen_func(
-                self.q, *ragged, rows, keys, 1, longest
+                self.q, ragged_k, ragged_v, rows, keys, 1, longest
             ),
             "trtllm_batch_decode_with_kv_cache": lambda: attn_ops.trtllm_batch_decode_with_kv_cache(
                 self.q, self.cache, workspace, table, lengths, longest, kv_layout="NHD"

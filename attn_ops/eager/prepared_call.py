@@ -113,21 +113,22 @@ def _prepared_call(
 
     destinations, is_converted = op_call.destinations or (), op_call.destinations is None
 
-    def bind(captured: CapturedCall, found: Sequence[Tensor], scratch: Sequence[Tensor] = ()) -> Any:
+    def bind(captured: CapturedCall, found: Sequence[Tensor], made: Recording | None = None) -> Any:
+        written, memory = ((), ()) if made is None else (made.constants, made.memory)
         return captured.bind(
             (*arguments, *found),
-            (*constants, *recorded.constants),
+            (*constants, *written),
             op_call.unpack and not is_converted,
             destinations,
             None if is_converted else op_call.shape,
-            (*op_call.scratch, *scratch),
+            (*op_call.scratch, *memory),
             op_call.views,
         )
 
     lookup, repeated = op_call.lookup, None
     if recorded.complete:
         whole = captured._replace(launches=[*recorded.launches, *captured.launches])
-        repeated = bind(whole, [x.result for x in recorded.computed], recorded.memory)
+        repeated = bind(whole, [x.result for x in recorded.computed], recorded)
     if not (lookup or is_converted or recorded.constants or recorded.computed):
         return repeated
     if any(t is not None for t in destinations):  # a function does not check them for overlap

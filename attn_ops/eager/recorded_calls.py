@@ -56,8 +56,7 @@ class Recording:
     def repetition(self, prepared_call: Any, arguments: Sequence[Tensor]) -> TensorsCall | None:
         """A function that makes the prepared call, of the arguments and the computed tensors.
 
-        It makes the call where the constants have been written: on the current stream. None if a tensor is not computed
-        from an argument.
+        None if a tensor is not computed from an argument.
         """
         computed = []
         for x in self.computed:
@@ -65,13 +64,11 @@ class Recording:
             if i == CONSTANT:
                 return None
             computed.append((i, View.of(x.of, arguments[i]).taker(), x.function))
-        constants = tuple(self.constants)
-        device = constants[0].device if constants else torch.device("cpu")
-        stream = current_stream(device)
+        constants = _Constants(self.constants) if self.constants else None
 
         def call(tensors: tuple[Tensor, ...]) -> Any:
-            if constants and current_stream(device) != stream:  # the prepared call has the addresses of the constants
-                return NotImplemented
+            if constants is not None:
+                constants.wait()
             return prepared_call.call((*tensors, *[f(view(tensors[i])) for i, view, f in computed]))
 
         return call
@@ -86,7 +83,7 @@ class Recording:
         result, captured = cache.first_call(args, converted)
         self._add(captured)
         if op in PLANNING_OPS:
-            self.memory += next(flatten_tensors((x,)) for x in args if isinstance(x, tuple))
+            self.memory += next(x for x in args if isinstance(x, tuple))
         return result
 
     def _add(self, captured: CapturedCall | None) -> None:
@@ -95,6 +92,24 @@ class Recording:
             return
         self.launches += captured.launches
         self.memory += (*captured.outputs, *captured.scratch)
+
+
+class _Constants:
+    """The constants of a prepared call, which has their addresses. They have been written on the current stream."""
+
+    def __init__(self, constants: Sequence[Tensor]) -> None:
+        self.constants = tuple(constants)
+        self.device = self.constants[0].device
+        self.stream = current_stream(self.device)
+        self.written = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Let the current stream wait until they have been written."""
+        if current_stream(self.device) != self.stream and self.written is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self.written)
+            for t in self.constants:
+                t.record_stream(stream)
 
 
 class _Active(threading.local):

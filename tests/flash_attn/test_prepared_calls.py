@@ -203,16 +203,6 @@ def test_tensors_on_the_host_are_read_in_every_call(replays: Replays, monkeypatc
     assert [replays.of(call)[0] for _ in range(3)] == [1, 1, 1]
 
 
-def test_constants_are_for_the_stream_that_wrote_them(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, streams = _calls_that_plan()["dense cache"], [7]
-    monkeypatch.setattr(recorded_calls, "current_stream", lambda _: streams[-1])
-    assert [replays.of(call)[0] for _ in range(2)] == [1, 0]
-    streams.append(8)
-    assert replays.of(call)[0] == 1
-    streams.pop()
-    assert replays.of(call)[0] == 0
-
-
 def test_a_capture_has_no_constants(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its graph writes them when it is replayed, which may be after another graph reads them."""
     monkeypatch.setattr(recorded_calls, "is_capturing", lambda: True)

@@ -222,6 +222,13 @@ def test_cache_calls(options: dict[str, Any], message: str) -> None:
         cache_call(**moved)
 
 
+@pytest.mark.gpu
+def test_an_append_beyond_a_dense_cache_on_a_gpu_is_refused_by_lengths_on_the_host() -> None:
+    for given in (torch.tensor([3, 40]), torch.tensor([3, 40], dtype=torch.int32)):
+        with pytest.raises(errors.PageTableError, match="a request has 41 tokens and its cache capacity for 40"):
+            cache_call(cache_seqlens=given)
+
+
 @pytest.mark.parametrize("kv_heads", [0, 3])
 def test_query_heads_that_do_not_share_the_kv_heads(kv_heads: int) -> None:
     """The error comes from the function, before it plans."""
