@@ -94,8 +94,8 @@ def _token_pages(key: Tensor, value: Tensor) -> tuple[View, int, int]:
     """
     request_stride = _request_stride(key)
     if request_stride is None or request_stride != _request_stride(value):
-        view, capacity, request_stride = _token_pages(key.contiguous(), value.contiguous())
-        return lambda key, value: view(key.contiguous(), value.contiguous()), capacity, request_stride
+        view, capacity, request_stride = _token_pages(_contiguous(key), _contiguous(value))
+        return lambda key, value: view(_contiguous(key), _contiguous(value)), capacity, request_stride
     # No copy: pages of other heads or requests lie between those of a request.
     capacity = min(_capacity(key), _capacity(value))
     number = (key.shape[0] - 1) * request_stride + capacity
@@ -103,6 +103,11 @@ def _token_pages(key: Tensor, value: Tensor) -> tuple[View, int, int]:
         ((number, 1, t.shape[1], t.shape[3]), (t.stride(2), t.stride(2), t.stride(1), 1)) for t in (key, value)
     )
     return lambda key, value: (key.as_strided(*k_form), value.as_strided(*v_form)), capacity, request_stride
+
+
+def _contiguous(t: Tensor) -> Tensor:
+    """``t`` in contiguous memory, with the strides of it also in dimensions of size 1."""
+    return t.contiguous().view(-1).view(t.shape)
 
 
 def _pages_of_heads(key: Tensor, value: Tensor) -> Caches:

@@ -68,6 +68,15 @@ def test_logits(name: str, model: Model) -> None:
     torch.testing.assert_close(model(name, "attn_ops")(ids).logits, model(name, "eager")(ids).logits, **TOLERANCE)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_of_one_token_without_a_cache(name: str, batch: int, model: Model) -> None:
+    """Strides of a dimension of size 1 are those of rotated keys, or of a view of a layer's values."""
+    ids = tokens()[:1, :1].expand(batch, 1)
+    expected = model(name, "eager")(ids, use_cache=False).logits
+    torch.testing.assert_close(model(name, "attn_ops")(ids, use_cache=False).logits, expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_padded_batches(name: str, model: Model) -> None:
     ids, mask = padded(tokens())
