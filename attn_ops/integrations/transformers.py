@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +20,8 @@ from attn_ops.integrations.transformers_masks import WHERE, Kind, Step, attentio
 from attn_ops.integrations.transformers_refusals import refuse, refuse_mask
 
 __all__ = ["NAME", "PAGED_NAME", "attention_forward", "register"]
+
+LOG = logging.getLogger(__name__)
 
 NAME = "attn_ops"
 """``attn_implementation`` of models."""
@@ -81,10 +84,17 @@ def _lazy_imports(original: Any) -> Any:
 
 
 def _adjusted(original: Any) -> Any:
-    """Models with a list of flash implementations, such as gpt-oss, replace names that are not on it."""
+    """Models with a list of flash implementations, such as gpt-oss, replace names that are not on it.
+
+    Models whose attention does not look the name up, such as BLOOM, keep their own attention and masks, as by
+    ``set_attn_implementation``.
+    """
 
     @functools.wraps(original)
     def check_and_adjust(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if attn_implementation in (NAME, PAGED_NAME) and not self._can_set_attn_implementation():
+            LOG.warning("%s has attention of its own, and keeps it", type(self).__name__)
+            return original(self, None, *args, **kwargs)
         if attn_implementation == PAGED_NAME:
             return PAGED_NAME
         return original(self, attn_implementation, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -536,6 +537,33 @@ def test_models_that_read_the_mask(kind: str, transformers: Any) -> None:
         create_bidirectional_mask(config, inputs_embeds=torch.zeros(2, 9, 64), attention_mask=None)
     config.is_encoder_decoder = False  # a decoder alone
     create_bidirectional_mask(config, inputs_embeds=torch.zeros(2, 9, 64), attention_mask=None)
+
+
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 2},
+    "gpt_neox_japanese": {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64},
+    "falcon": {"num_hidden_layers": 2, "num_attention_heads": 4},
+}
+"""Types of models that do not look the name up, and small sizes of them."""
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["made with the name", "set"])
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+def test_models_with_attention_of_their_own_keep_it(kind: str, by_name: bool, transformers: Any) -> None:
+    """And their masks: bounds of two tokens would broadcast to scores of two tokens."""
+    config = transformers.CONFIG_MAPPING[kind](vocab_size=64, hidden_size=64, **OWN_ATTENTION[kind])
+    own = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    more = {"attn_implementation": "attn_ops"} if by_name else {}
+    found = transformers.AutoModelForCausalLM.from_config(config, **more).eval()
+    if not by_name:
+        found.set_attn_implementation("attn_ops")
+    found.load_state_dict(own.state_dict())
+    assert found.config._attn_implementation in ("eager", "sdpa")
+    with torch.no_grad():
+        for rows in (1, 2, 3, 7):
+            ids = tokens()[:, :rows]
+            torch.testing.assert_close(found(ids).logits, own(ids).logits, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias", "head_mask"])
