@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -92,7 +93,7 @@ def _adjusted(original: Any) -> Any:
 
     @functools.wraps(original)
     def check_and_adjust(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if attn_implementation in (NAME, PAGED_NAME) and not self._can_set_attn_implementation():
+        if attn_implementation in (NAME, PAGED_NAME) and _has_own_attention(type(self)):
             LOG.warning("%s has attention of its own, and keeps it", type(self).__name__)
             return original(self, None, *args, **kwargs)
         if attn_implementation == PAGED_NAME:
@@ -100,6 +101,19 @@ def _adjusted(original: Any) -> Any:
         return original(self, attn_implementation, *args, **kwargs)
 
     return check_and_adjust
+
+
+def _has_own_attention(kind: type) -> bool:
+    """Whether the attention of this type of model, or of those that it derives from, does not look the name up.
+
+    transformers reads that from the source of their modules. A type without source, such as one of a notebook, tells
+    nothing.
+    """
+    from transformers.modeling_utils import PreTrainedModel
+
+    bases = [base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
+    known = [base for base in bases if getattr(sys.modules.get(base.__module__), "__file__", None)]
+    return len(known) > 0 and not any(base._can_set_attn_implementation() for base in known)
 
 
 def _switched(original: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from helpers.transformers_models import (
     CONFIGS,
     SHARED_KEYS,
+    SIZES,
     STEPS,
     TOLERANCE,
     continuous,
@@ -564,6 +565,16 @@ def test_models_with_attention_of_their_own_keep_it(kind: str, by_name: bool, tr
         for rows in (1, 2, 3, 7):
             ids = tokens()[:, :rows]
             torch.testing.assert_close(found(ids).logits, own(ids).logits, **TOLERANCE)
+
+
+def test_a_model_without_source_has_the_attention_of_its_base(transformers: Any) -> None:
+    """As one that is defined in a notebook."""
+    config = transformers.LlamaConfig(**SIZES)
+    kind = type("Notebook", (transformers.LlamaForCausalLM,), {"__module__": "a notebook"})
+    alone = type("Alone", (transformers.PreTrainedModel,), {"__module__": "a notebook"})
+    for found in (kind, alone):
+        made = found._from_config(copy.deepcopy(config), attn_implementation="attn_ops")
+        assert made.config._attn_implementation == "attn_ops"
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias", "head_mask"])
