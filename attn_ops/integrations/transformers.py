@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -104,16 +105,21 @@ def _adjusted(original: Any) -> Any:
 
 
 def _has_own_attention(kind: type) -> bool:
-    """Whether the attention of this type of model, or of those that it derives from, does not look the name up.
-
-    transformers reads that from the source of their modules. A type without source, such as one of a notebook, tells
-    nothing.
-    """
+    """Whether the attention of this type of model, or of those that it derives from, does not look the name up."""
     from transformers.modeling_utils import PreTrainedModel
 
     bases = [base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
-    known = [base for base in bases if getattr(sys.modules.get(base.__module__), "__file__", None)]
-    return len(known) > 0 and not any(base._can_set_attn_implementation() for base in known)
+    return {_looks_up_attention(base) for base in bases} - {None} == {False}
+
+
+def _looks_up_attention(kind: Any) -> bool | None:
+    """Whether the source of a type of model looks attention up by name; None without source, as in a notebook."""
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):
+        return None
+    # transformers looks for one form of it: models of others may have another.
+    return bool(kind._can_set_attn_implementation()) or "ALL_ATTENTION_FUNCTIONS" in source
 
 
 def _switched(original: Any) -> Any:

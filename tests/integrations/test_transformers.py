@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import re
 import subprocess
@@ -565,6 +566,30 @@ def test_models_with_attention_of_their_own_keep_it(kind: str, by_name: bool, tr
         for rows in (1, 2, 3, 7):
             ids = tokens()[:, :rows]
             torch.testing.assert_close(found(ids).logits, own(ids).logits, **TOLERANCE)
+
+
+SOURCE = """
+from torch import nn
+from transformers import PreTrainedModel
+class Attention(nn.Module):
+    pass  # {}
+class Model(PreTrainedModel):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [("ALL_ATTENTION_FUNCTIONS[config._attn_implementation]", True), ("softmax", False)]
+)
+def test_the_source_of_a_model_says_whether_it_looks_attention_up(
+    code: str, expected: bool, transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"a_model_{expected}"
+    (tmp_path / f"{name}.py").write_text(SOURCE.format(code), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module(name).Model
+    made = kind._from_config(transformers.LlamaConfig(**SIZES), attn_implementation="attn_ops")
+    assert (made.config._attn_implementation == "attn_ops") is expected
 
 
 def test_a_model_without_source_has_the_attention_of_its_base(transformers: Any) -> None:
