@@ -110,7 +110,6 @@ def _prepared_call(
 
     What was recorded is repeated, or its results are looked up.
     """
-
     destinations, is_converted = op_call.destinations or (), op_call.destinations is None
 
     def bind(captured: CapturedCall, found: Sequence[Tensor], made: Recording | None = None) -> Any:

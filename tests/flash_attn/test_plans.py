@@ -142,7 +142,7 @@ def test_every_call_plans_for_lengths_on_a_gpu(plans: list[str]) -> None:
     through_data(batch.cu_q, batch.cu_q)
     batch.become(*OTHER, through_data)
     batch.check(batch.run())
-    assert len(plans) == 2 or DEVICE == "cuda"
+    assert len(plans) == 2 if DEVICE == "cpu" else len(plans) <= 1
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -397,7 +397,7 @@ def test_calls_plan_for_themselves_if_the_metadata_cannot(q_len: int, made: dict
     of = step.metadata(**made)
     for _ in range(2):
         step.check(step.run(of))
-    assert len(plans) == 2 or DEVICE == "cuda"  # where later calls launch the planning of the first
+    assert len(plans) == 2 if DEVICE == "cpu" else len(plans) <= 2  # there later calls launch the planning of the first
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
@@ -414,7 +414,7 @@ def test_calls_that_append_with_metadata_for_none(q_len: int, plans: list[str]) 
     for _ in range(2):  # both write the same tokens
         out = flash_attn_with_kvcache(q, cache.k, cache.v, new_k, new_v, **given)
         check_dense(expected(list(zip(q, keys, values, strict=True)), causal=True), out)
-    assert len(plans) == 2 or DEVICE == "cuda"  # where later calls launch the planning of the first
+    assert len(plans) == 2 if DEVICE == "cpu" else len(plans) <= 2  # there later calls launch the planning of the first
 
 
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "dense"])
